@@ -1,0 +1,161 @@
+"""The data-axis collectives: reduce-scatter of a gradient, all-gather of a parameter, all-reduce of a norm.
+
+Every function works on one device's part, inside a manual region (`jax.shard_map`), and takes the leaf's plan. These and
+only these move bytes over the data and replica axes.
+
+    scatter  full gradient of this rank  -> this rank's shard of the mean
+    gather   this rank's shard           -> full parameter
+    take     full parameter              -> this rank's shard, without communication
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jzero.optim.partition import Leaf
+
+
+def take(x: Array, leaf: Leaf) -> Array:
+    """This rank's shard of a full leaf, in the leaf's dtype. No communication.
+
+    Args:
+        x: `leaf.local_shape`, the same on every data rank.
+        leaf: the plan.
+
+    Returns:
+        `leaf.shard_local_shape`.
+    """
+    if leaf.axis is None:
+        return x.reshape(leaf.shard_local_shape)
+    rank = jax.lax.axis_index(leaf.axis)
+    if leaf.split is None:
+        flat = _flatten(x, leaf)
+        piece = jax.lax.dynamic_slice_in_dim(flat, rank * leaf.flat_size, leaf.flat_size, axis=flat.ndim - 1)
+        return piece.reshape(leaf.shard_local_shape)
+    size = leaf.shard_local_shape[leaf.split]
+    return jax.lax.dynamic_slice_in_dim(x, rank * size, size, axis=leaf.split)
+
+
+def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = jnp.float32) -> Array:
+    """Phase 1: this rank's shard of the gradient's mean over the data and replica axes.
+
+    A reduce-scatter over the data axis, then an all-reduce of the shard over the replica axes (Apex: distributed and
+    redundant process groups, `average_grad_sync=True`).
+
+    Args:
+        g: `leaf.local_shape`, the gradient of this rank's own mean loss.
+        leaf: the plan.
+        replica: names of the axes over which the state is repeated.
+        dtype: dtype on the wire, in which the sum accumulates (Apex: `grad_sync_dtype`).
+
+    Returns:
+        `leaf.shard_local_shape`, float32.
+    """
+    ranks = leaf.ranks
+    for name in replica:
+        ranks *= jax.lax.axis_size(name)
+    if g.size == 0:
+        return jnp.zeros(leaf.shard_local_shape, jnp.float32)
+    g = g.astype(dtype)
+    early = jnp.dtype(dtype) == jnp.float16  # a sum over many ranks overflows its range
+    if early:
+        g = g / ranks
+    if leaf.axis is None:
+        g = g.reshape(leaf.shard_local_shape)
+    elif leaf.split is None:
+        g = jax.lax.psum_scatter(_flatten(g, leaf), leaf.axis, scatter_dimension=leaf.stacked, tiled=True)
+        g = g.reshape(leaf.shard_local_shape)
+    else:
+        g = jax.lax.psum_scatter(g, leaf.axis, scatter_dimension=leaf.split, tiled=True)
+    if replica:
+        g = jax.lax.psum(g, tuple(replica))
+    g = g.astype(jnp.float32)
+    return g if early or ranks == 1 else g / ranks
+
+
+def mean_of_sums(shard: Array, leaf: Leaf, *, replica: Sequence[str] = ()) -> Array:
+    """A shard that autodiff has already summed over the data axis (a parameter kept sharded), as the mean; float32."""
+    ranks = leaf.ranks
+    for name in replica:
+        ranks *= jax.lax.axis_size(name)
+    total = shard.astype(jnp.float32)
+    return (jax.lax.psum(total, tuple(replica)) if replica else total) / ranks
+
+
+def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying", "invarying"] = "varying") -> Array:
+    """Phase 3: the full leaf from its shards.
+
+    Args:
+        shard: `leaf.shard_local_shape`.
+        leaf: the plan.
+        dtype: dtype on the wire (Apex: `param_sync_dtype`); default: the shard's own.
+        to: "varying" where autodiff should see a copy per rank; "invarying" where the result leaves the manual region
+            as a replicated array.
+
+    Returns:
+        `leaf.local_shape`, in the wire's dtype.
+    """
+    x = shard if dtype is None else shard.astype(dtype)
+    if x.size == 0:
+        return jnp.zeros(leaf.local_shape, x.dtype)
+    if leaf.axis is not None:
+        dimension = leaf.stacked if leaf.split is None else leaf.split
+        x = _flat_view(x, leaf) if leaf.split is None else x
+        x = jax.lax.all_gather(x, leaf.axis, axis=dimension, tiled=True, to=to)
+    if leaf.split is None:
+        lead, size = _lead_and_size(leaf)
+        x = x.reshape(*lead, leaf.ranks * leaf.flat_size)[..., :size]
+    return x.reshape(leaf.local_shape)
+
+
+def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:
+    """L2 norm of a whole tree of gradients from its shards: float32 scalar, the same on every rank.
+
+    Each element counts once, whatever axes split its leaf: leaves are grouped by those axes, and each group's sum of
+    squares is one scalar all-reduce. Padding is zero and adds nothing.
+    """
+    sums: dict[tuple[str, ...], Array] = {}
+    for shard, leaf in zip(shards, leaves, strict=True):
+        key = tuple(sorted(leaf.axes))
+        square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
+        sums[key] = sums[key] + square if key in sums else square
+    total = jnp.float32(0)
+    for axes, value in sums.items():
+        total = total + (jax.lax.psum(vary(value, axes), axes) if axes else value)
+    return jnp.sqrt(total)
+
+
+def vary(x: Array, axes: Sequence[str]) -> Array:
+    """`x`, marked as a value of each rank's own over `axes`, so that autodiff does not sum its gradient over them.
+
+    Without varying-axes tracking (`check_vma=False`) there is nothing to mark and `x` comes back unchanged.
+    """
+    missing = tuple(name for name in axes if name not in jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing and tracks_varying(axes[0]) else x
+
+
+def tracks_varying(axis: str) -> bool:
+    """Whether the manual region that binds `axis` tracks varying axes (`check_vma=True`)."""
+    return axis in jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying
+
+
+def _lead_and_size(leaf: Leaf) -> tuple[tuple[int, ...], int]:
+    """Shape of the stacked dimensions, and the number of elements of one layer."""
+    return leaf.local_shape[: leaf.stacked], math.prod(leaf.local_shape[leaf.stacked :])
+
+
+def _flatten(x: Array, leaf: Leaf) -> Array:
+    """[*stacked, ranks * flat_size]: the leaf as one padded vector per layer."""
+    lead, size = _lead_and_size(leaf)
+    flat = x.reshape(*lead, size)
+    return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, leaf.flat_size * leaf.ranks - size)])
+
+
+def _flat_view(x: Array, leaf: Leaf) -> Array:
+    return x.reshape(*leaf.shard_local_shape[: leaf.stacked], leaf.flat_size)

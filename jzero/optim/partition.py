@@ -1,0 +1,269 @@
+"""Which part of each parameter a data rank owns: the plan, as data, and nothing else.
+
+A leaf is split along one dimension that no other mesh axis splits and that the data axis divides evenly. Where there is
+no such dimension, this rank's part of the leaf (what the tensor and pipeline axes leave of it) is flattened, padded with
+zeros and cut into equal pieces. Nothing is ever replicated silently: `partition_report` shows every leaf.
+
+    parameter [V, D], spec (tensor, None), data d     split along D: shard [V, D/d], spec (tensor, data)
+    parameter [7], data 4                             flattened, padded to 8: shard [2], global [8], spec (data,)
+    stacked parameter [L, 7], one leading dimension   flattened per layer: shard [L, 2], global [L, 8], spec (None, data)
+
+A plan is static and hashable; it travels inside the optimizer's state, so that `update` needs nothing but its arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes that split each dimension; one entry per dimension, empty where it is whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """How one parameter is cut into shards.
+
+    Attributes:
+        path: where it stands in the tree, as `jax.tree_util.keystr` writes it.
+        shape: its global shape.
+        dtype: name of its dtype.
+        spec: the mesh axes that already split it, per dimension.
+        ranks: number of shards (size of the data axis).
+        axis: name of the data axis, or None where state is not sharded.
+        split: the dimension that `axis` splits; None where the leaf is flattened and padded.
+        stacked: leading dimensions that enumerate layers; they are never split or flattened.
+        others: sizes of the mesh axes in `spec`, per dimension.
+        resident: the parameter itself is stored as a shard (`spec` contains `axis`).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    ranks: int
+    axis: str | None
+    split: int | None
+    stacked: int
+    others: tuple[int, ...]
+    resident: bool = False
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape on one device of the parameter before any split over the data axis."""
+        return tuple(n // o for n, o in zip(self.shape, self.others, strict=True))
+
+    @property
+    def flat_size(self) -> int:
+        """Elements of one flattened shard, padding included (only where `split` is None)."""
+        return -(-math.prod(self.local_shape[self.stacked :]) // self.ranks)
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding in the whole leaf."""
+        return math.prod(self.shard_shape) - math.prod(self.shape)
+
+    @property
+    def shard_local_shape(self) -> tuple[int, ...]:
+        """Shape of one shard on its device. A flattened shard keeps the number of dimensions (at least one)."""
+        if self.split is None:
+            ones = max(len(self.shape) - self.stacked - 1, 0)
+            return (*self.local_shape[: self.stacked], *[1] * ones, self.flat_size)
+        return tuple(n // self.ranks if i == self.split else n for i, n in enumerate(self.local_shape))
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Global shape of the array that holds all shards."""
+        if self.split is None:
+            parts = math.prod(self.others[self.stacked :]) * self.ranks
+            return (*self.shape[: self.stacked], *self.shard_local_shape[self.stacked : -1], self.flat_size * parts)
+        return self.shape
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """Sharding of the array that holds all shards."""
+        own = () if self.axis is None else (self.axis,)
+        if self.split is None:
+            axes = tuple(name for names in self.spec[self.stacked :] for name in names)
+            ones = len(self.shard_local_shape) - self.stacked - 1
+            return _partition_spec((*self.spec[: self.stacked], *[()] * ones, (*axes, *own)))
+        return _partition_spec(tuple((*names, *own) if i == self.split else names for i, names in enumerate(self.spec)))
+
+    @property
+    def param_spec(self) -> PartitionSpec:
+        """Sharding of the parameter itself."""
+        return self.shard_spec if self.resident else _partition_spec(self.spec)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis over which the shards differ."""
+        own = () if self.axis is None else (self.axis,)
+        return (*(name for names in self.spec for name in names), *own)
+
+    def layer(self) -> Leaf:
+        """The plan of one layer of a stacked leaf."""
+        if self.stacked != 1:
+            raise ValueError(f"{self.path}: expected a leaf with one stacked dimension, found {self.stacked}")
+        return dataclasses.replace(
+            self,
+            shape=self.shape[1:],
+            spec=self.spec[1:],
+            others=self.others[1:],
+            split=None if self.split is None else self.split - 1,
+            stacked=0,
+        )
+
+
+class Plan(NamedTuple):
+    """The plan of a whole tree of parameters: one `Leaf` each, and the structure they stand in."""
+
+    leaves: tuple[Leaf, ...]
+    treedef: Any
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """A tree of the parameters' structure with one value per leaf."""
+        return jax.tree.unflatten(self.treedef, values)
+
+    def flatten(self, tree: Any, what: str) -> list[Any]:
+        """The values of a tree of the same structure, one per leaf; `what` names it in the error.
+
+        Raises:
+            ValueError: the tree has another structure; names the first place where they differ.
+        """
+        try:
+            return self.treedef.flatten_up_to(tree)
+        except ValueError:
+            raise ValueError(_structure_message(self, tree, what)) from None
+
+
+def _structure_message(plan: Plan, tree: Any, what: str) -> str:
+    found = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    expected = [leaf.path for leaf in plan.leaves]
+    missing = [path for path in expected if path not in found]
+    extra = sorted(found - set(expected))
+    first = (
+        f"{missing[0]} is missing" if missing else f"{extra[0]} is not a parameter" if extra else "node types differ"
+    )
+    return f"{what}: expected the structure of the parameters given to init, found another: {first or 'the root'}"
+
+
+def make_plan(
+    params: Any,
+    mesh: Mesh,
+    *,
+    axis: str | None,
+    param_specs: Any = None,
+    stacked: Callable[[str], int] | None = None,
+) -> Plan:
+    """Decide for every leaf of `params` how it is split.
+
+    Args:
+        params: tree of arrays or `jax.ShapeDtypeStruct`s of floating dtype.
+        mesh: the device mesh.
+        axis: the mesh axis that shards the state; None shards nothing.
+        param_specs: tree of `PartitionSpec`s (a prefix of `params` will do); default: read from each array's sharding.
+        stacked: function from a leaf's path to its number of leading layer dimensions; default 0 everywhere.
+
+    Raises:
+        ValueError: an axis that the mesh lacks, a leaf that is not floating point or lies on another mesh, or a
+            dimension that its own axes do not divide; names the leaf.
+
+    Example:
+        >>> from jzero import make_mesh
+        >>> plan = make_plan({"w": jax.ShapeDtypeStruct((8, 4), "float32")}, make_mesh(data=-1), axis="data")
+        >>> plan.leaves[0].path, plan.leaves[0].split
+        ("['w']", 0)
+    """
+    if axis is not None and axis not in mesh.shape:
+        raise ValueError(f"axis '{axis}': expected one of the mesh's axes {mesh.axis_names}; choose one of them")
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    specs: list[Any] = [None] * len(flat)
+    if param_specs is not None:
+        is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
+        specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=is_spec), is_leaf=is_spec)
+    leaves = []
+    for (path, value), spec in zip(flat, specs, strict=True):
+        name = jax.tree_util.keystr(path)
+        lead = stacked(name) if stacked else 0
+        leaves.append(_plan_leaf(name, value, _own_spec(name, value, spec, mesh), mesh, axis, lead))
+    return Plan(tuple(leaves), treedef)
+
+
+def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> Spec:
+    """The axes that already split a leaf: as told, or as its own sharding says."""
+    sharding = getattr(value, "sharding", None)
+    if isinstance(value, jax.core.Tracer):
+        sharding = jax.typeof(value).sharding
+    if spec is None and isinstance(sharding, NamedSharding):
+        if sharding.mesh.shape != mesh.shape and sharding.spec != PartitionSpec():
+            raise ValueError(
+                f"{path}: expected an array on the mesh {dict(mesh.shape)}, found {dict(sharding.mesh.shape)}"
+            )
+        spec = sharding.spec
+    names = [() if n is None else (n,) if isinstance(n, str) else tuple(n) for n in (spec or ())]
+    for name in (n for group in names for n in group):
+        if name not in mesh.shape:
+            raise ValueError(f"{path}: its sharding names the axis '{name}', which the mesh {mesh.axis_names} lacks")
+    ndim = np.ndim(value)
+    if len(names) > ndim:
+        raise ValueError(f"{path}: expected a spec of at most {ndim} entries, found {spec}")
+    return (*names, *[()] * (ndim - len(names)))
+
+
+def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, stacked: int) -> Leaf:
+    shape, dtype = tuple(np.shape(value)), jax.dtypes.canonicalize_dtype(value.dtype)
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        raise ValueError(f"{path}: expected a floating-point parameter, found {dtype}; keep it out with optax.masked")
+    ranks = 1 if axis is None else mesh.shape[axis]
+    resident = any(axis in names for names in spec) if axis else False
+    split = next((i for i, names in enumerate(spec) if axis in names), None) if resident else None
+    spec = tuple(tuple(n for n in names if n != axis) for names in spec)
+    others = tuple(math.prod(mesh.shape[n] for n in names) for names in spec)
+    for i, (n, o) in enumerate(zip(shape, others, strict=True)):
+        if n % o:
+            raise ValueError(f"{path}: dimension {i} of {shape} is split over {spec[i]}, and {o} does not divide {n}")
+    if split is None:
+        free = (i for i in range(stacked, len(shape)) if others[i] == 1 and shape[i] and shape[i] % ranks == 0)
+        split = next(free, None)
+    elif shape[split] // others[split] % ranks:
+        raise ValueError(f"{path}: dimension {split} of {shape} is split over '{axis}', and {ranks} does not divide it")
+    return Leaf(path, shape, str(dtype), spec, ranks, axis, split, stacked, others, resident)
+
+
+def _partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in spec))
+
+
+class ReportRow(NamedTuple):
+    """One line of `partition_report`."""
+
+    path: str  # where the leaf stands in the tree
+    shape: tuple[int, ...]  # global shape of the parameter
+    dtype: str  # of the parameter
+    split: str  # "dimension 0 of 2", or "flattened, 3 of padding"
+    shard: tuple[int, ...]  # shape of what one device holds of every state array
+    state_bytes: int  # bytes of optimizer state on one device
+
+
+class PartitionReport(tuple[ReportRow, ...]):
+    """The rows of `tx.partition_report(params)`; `str()` of it is an aligned table."""
+
+    def __str__(self) -> str:
+        rows = [ReportRow._fields, *((r.path, r.shape, r.dtype, r.split, r.shard, f"{r.state_bytes:,}") for r in self)]
+        cells = [[str(cell) for cell in row] for row in rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(ReportRow._fields))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([*lines, f"total: {sum(r.state_bytes for r in self):,} bytes of state per device"])
+
+
+def describe(leaf: Leaf) -> str:
+    """How a leaf is split, in words."""
+    if leaf.split is None:
+        return f"flattened, {leaf.padding} of padding"
+    return f"dimension {leaf.split} of {len(leaf.shape)}"

@@ -1,0 +1,430 @@
+"""START HERE. ZeRO around any elementwise optax transformation: `zero(inner, mesh=...)`.
+
+The optimizer's state (float32 master parameters and whatever `inner` keeps, such as Adam's moments) is cut into one shard
+per data rank. A step has three phases, and each is a function below:
+
+    scatter   the gradient becomes this rank's shard of the mean                 (reduce-scatter)
+    update    `inner` runs on the shards alone, in float32                       (no communication but the norm)
+    gather    the new parameters, in their own dtype, reach every rank           (all-gather)
+
+With d data ranks the state takes 1/d of the memory, the update 1/d of the time, and reduce-scatter + all-gather move as
+many bytes as the all-reduce they replace (Rajbhandari et al., ZeRO, arXiv 1910.02054; Apex DistributedFusedAdam).
+
+How a leaf is cut is in `partition.py`, the collectives in `collectives.py`, the kinds of gradient in `gradients.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.optim import collectives, gradients, precision
+from jzero.optim.partition import Leaf, PartitionReport, Plan, ReportRow, describe, make_plan
+
+MASTERS = ("auto", "fp32", "none")
+Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZeroState:
+    """State of `zero`: shards, and the plan they were cut by."""
+
+    master: Any  # like the parameters: float32 shards (Leaf.shard_shape), MaskedNode where there is no master
+    inner: Any  # state of the inner transformation on the shards; scalars (a step count) are replicated
+    plan: Plan = dataclasses.field(metadata={"static": True})
+
+
+class ZeroTransformation(optax.GradientTransformationExtraArgs):
+    """What `zero` returns: an optax transformation `(init, update)` with a few methods more."""
+
+    core: Zero
+
+    def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
+        """One whole step: `(grads, state, params) -> (new params, new state)`.
+
+        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between.
+        """
+        return self.core.run(grads, state, params, extra, direct=True)
+
+    def state_specs(self, params: Any) -> ZeroState:
+        """The `PartitionSpec` of every array of the state, as `shard_map`'s in_specs and out_specs take them.
+
+        Args:
+            params: arrays or `jax.ShapeDtypeStruct`s.
+        """
+        return jax.tree.map(lambda x: x.sharding.spec, self.core.abstract_init(params))
+
+    def partition_report(self, params: Any) -> PartitionReport:
+        """How every leaf is split and what it costs: rows of path, shape, dtype, split, shard and bytes per device.
+
+        Example:
+            >>> import jax, jzero
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
+            'dimension 0 of 2'
+        """
+        return self.core.report(params)
+
+    def plan(self, params: Any) -> Plan:
+        """The plan of a tree of parameters: one `Leaf` per parameter (see `jzero.optim.partition`)."""
+        return self.core.plan(params)
+
+    def update_shards(
+        self, shards: Sequence[Array], state: ZeroState, params: Sequence[Array], **extra: Any
+    ) -> tuple[list[Array], ZeroState, Array]:
+        """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
+
+        Args:
+            shards: float32 mean-gradient shards, in the plan's order.
+            state: this rank's part of the state.
+            params: this rank's shards of the parameters, in the plan's order.
+            **extra: passed to the inner transformation.
+
+        Returns:
+            New float32 parameter shards, new state, and the gradients' global norm before clipping.
+        """
+        norm = collectives.global_norm(shards, state.plan.leaves)
+        new, _, state = self.core.update(list(shards), state, list(params), norm, extra)
+        return new, state, norm
+
+
+def zero(
+    inner: Inner,
+    *,
+    mesh: Mesh,
+    axis: str | None = "data",
+    replica_axis: str | Sequence[str] | None = None,
+    master: str = "auto",
+    gradients: str = "auto",
+    grad_sync_dtype: Any = jnp.float32,
+    param_sync_dtype: Any = None,
+    clip_norm: float | None = None,
+    param_specs: Any = None,
+    stacked: Callable[[str], int] | None = None,
+) -> ZeroTransformation:
+    """Shard the state of an elementwise optax transformation over a mesh axis (ZeRO).
+
+    Args:
+        inner: the transformation (adamw, lion, sgd with momentum, ...), or a function from the abstract, unsplit parameters
+            to one, for transformations that must see original shapes (a mask by shape).
+        mesh: the device mesh, with Auto or Explicit axes.
+        axis: the mesh axis that shards the state. None: no sharding (ZeRO off), for comparison.
+        replica_axis: axis, or axes, over which gradients are averaged too but state is repeated (Apex: redundant group).
+        master: "fp32" keeps a float32 copy of each parameter's shard, "none" updates the parameter itself, "auto" keeps
+            one for parameters of less than 32 bits.
+        gradients: kind of gradient, see `jzero.optim.gradients`: "auto" reads it from the type and raises where it cannot
+            tell; "local", "reduced", "unreduced" declare it.
+        grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name).
+        param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own.
+        clip_norm: clip by the global norm of the scattered gradients, factor min(1, clip_norm / (norm + 1e-6)).
+        param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed only
+            where `init` cannot see shardings (inside `jit` with Auto axes).
+        stacked: function from a leaf's path to its number of leading layer dimensions, which are never split.
+
+    Returns:
+        An optax `GradientTransformationExtraArgs` with `step`, `state_specs`, `partition_report` and `update_shards`.
+        `update` returns updates for `optax.apply_updates`: float32 for parameters that have a master, so that the sum
+        rounds to the gathered parameter.
+
+    Raises:
+        ValueError: an unknown option or axis; on init and update, a tree, leaf or gradient that does not fit (named).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jzero, optax
+        >>> tx = jzero.zero(optax.lion(1e-3), mesh=jzero.make_mesh(data=-1))
+        >>> params = {"w": jnp.ones((8, 4)), "b": jnp.zeros(3)}
+        >>> state = tx.init(params)
+        >>> params, state = jax.jit(tx.step)(jax.tree.map(jnp.ones_like, params), state, params)
+    """
+    core = Zero(
+        inner=inner,
+        mesh=mesh,
+        axis=axis,
+        replica=gradients_axes(replica_axis, mesh, axis),
+        master=_choice("master", master, MASTERS),
+        gradients=_choice("gradients", gradients, _KINDS),
+        grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
+        param_sync_dtype=None if param_sync_dtype is None else jnp.dtype(param_sync_dtype),
+        clip_norm=clip_norm,
+        param_specs=param_specs,
+        stacked=stacked,
+    )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm: expected a positive number or None, found {clip_norm}")
+    tx = ZeroTransformation(core.init, core.run)
+    tx.core = core
+    return tx
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Zero:
+    """The options of one `zero(...)`, and the phases that use them."""
+
+    inner: Inner
+    mesh: Mesh
+    axis: str | None
+    replica: tuple[str, ...]
+    master: str
+    gradients: str
+    grad_sync_dtype: Any
+    param_sync_dtype: Any
+    clip_norm: float | None
+    param_specs: Any
+    stacked: Callable[[str], int] | None
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def plan(self, params: Any) -> Plan:
+        """How every leaf of `params` is split."""
+        return make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
+
+    def init(self, params: Any) -> ZeroState:
+        """The initial state; each device computes its own shards. Abstract for `jax.ShapeDtypeStruct`s."""
+        leaves = jax.tree.leaves(params)
+        if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return self.abstract_init(params)
+        plan = self.plan(params)
+        return self._init_program(plan)(jax.tree.leaves(params))
+
+    @functools.cache  # noqa: B019  one entry per plan; the transformation lives as long as the program
+    def _init_program(self, plan: Plan) -> Callable[[list[Array]], ZeroState]:
+        def build(params: list[Array]) -> ZeroState:
+            shards = [_shard(p, leaf).astype(jnp.float32) for p, leaf in zip(params, plan.leaves, strict=True)]
+            master = [
+                self.codec(leaf).encode(s) if self.has_master(leaf) else optax.MaskedNode()
+                for s, leaf in zip(shards, plan.leaves, strict=True)
+            ]
+            inner = self.transformation(plan).init(plan.unflatten(shards))
+            return ZeroState(plan.unflatten(master), inner, plan)
+
+        in_specs = [leaf.param_spec for leaf in plan.leaves]
+        return self._manual(build, (in_specs,), self._specs(plan))
+
+    def abstract_init(self, params: Any) -> ZeroState:
+        """The state as `jax.ShapeDtypeStruct`s with their shardings; allocates nothing."""
+        plan = self.plan(params)
+        shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
+        master = [
+            jax.eval_shape(self.codec(leaf).encode, s) if self.has_master(leaf) else optax.MaskedNode()
+            for s, leaf in zip(shapes, plan.leaves, strict=True)
+        ]
+        inner = jax.eval_shape(self.transformation(plan).init, plan.unflatten(shapes))
+        state = ZeroState(plan.unflatten(master), inner, plan)
+        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.tree.map(place, state, self._specs(plan))
+
+    def _specs(self, plan: Plan) -> ZeroState:
+        """A `PartitionSpec` for every array of the state."""
+        specs = [leaf.shard_spec for leaf in plan.leaves]
+        master = [
+            s if self.has_master(leaf) else optax.MaskedNode() for s, leaf in zip(specs, plan.leaves, strict=True)
+        ]
+        tx = self.transformation(plan)
+        shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
+        abstract = jax.eval_shape(tx.init, plan.unflatten(shapes))
+        inner = optax.tree.map_params(
+            tx, lambda _, leaf: leaf.shard_spec, abstract, plan.unflatten(plan.leaves),
+            transform_non_params=lambda _: PartitionSpec(),
+        )  # fmt: skip
+        return ZeroState(plan.unflatten(master), inner, plan)
+
+    def transformation(self, plan: Plan) -> optax.GradientTransformationExtraArgs:
+        """The inner transformation for these parameters."""
+        inner = self.inner
+        if not isinstance(inner, optax.GradientTransformation):
+            inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
+        return optax.with_extra_args_support(inner)
+
+    def has_master(self, leaf: Leaf) -> bool:
+        """Whether the state keeps a master of this leaf."""
+        return self.master == "fp32" or (self.master == "auto" and jnp.dtype(leaf.dtype).itemsize < 4)
+
+    def codec(self, leaf: Leaf) -> precision.Codec:
+        """How the master of a leaf is stored."""
+        del leaf  # every leaf alike
+        return precision.cast(jnp.float32)
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, grads: Any, state: ZeroState, params: Any = None, extra: Any = None, *, direct: bool = False, **kw: Any
+    ) -> tuple[Any, ZeroState]:
+        """The three phases. `direct` returns new parameters, otherwise updates."""
+        plan = state.plan
+        if params is None:
+            raise ValueError("zero: update needs the parameters; call tx.update(grads, state, params)")
+        flat_params = plan.flatten(params, "params")
+        nodes = plan.flatten(grads, "gradients")
+        kinds = tuple(
+            gradients.kind_of(g, leaf, self.replica, self.gradients) for g, leaf in zip(nodes, plan.leaves, strict=True)
+        )
+        program = self._step_program(plan, kinds, direct, tuple(sorted((extra or {}) | kw)), gradients.manual_axes())
+        values = [g.shard if gradients.is_scattered(g) else g for g in nodes]
+        if not gradients.manual_axes():
+            values = [gradients.lay_out(g, leaf, self.mesh) for g, leaf in zip(values, plan.leaves, strict=True)]
+        _check_shapes(values, plan)
+        out, state = program(values, state, flat_params, (extra or {}) | kw)
+        return plan.unflatten(out), state
+
+    @functools.cache  # noqa: B019  one entry per plan and kind of call
+    def _step_program(
+        self,
+        plan: Plan,
+        kinds: tuple[gradients.Kind, ...],
+        direct: bool,
+        extra: tuple[str, ...],
+        bound: tuple[str, ...],
+    ) -> Callable[..., tuple[list[Array], ZeroState]]:
+        def phases(values: list[Array], state: ZeroState, params: list[Array], extra: dict[str, Any]):
+            shards = self.scatter(values, plan, kinds)
+            norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm else None
+            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            new, updates, state = self.update(shards, state, own, norm, extra)
+            return self.gather(new, updates, params, plan, direct), state
+
+        pre_split = not bound
+        grad_specs = [leaf.shard_spec if _arrives_split(leaf, pre_split) else leaf.param_spec for leaf in plan.leaves]
+        param_specs = [leaf.param_spec for leaf in plan.leaves]
+        specs = self._specs(plan)
+        in_specs = (grad_specs, specs, param_specs, {name: PartitionSpec() for name in extra})
+        return self._manual(phases, in_specs, (param_specs, specs), bound)
+
+    def scatter(self, values: list[Array], plan: Plan, kinds: Sequence[gradients.Kind]) -> list[Array]:
+        """Phase 1: every gradient as this rank's float32 shard of the mean."""
+        return [
+            g.astype(jnp.float32)
+            if kind == "scattered"
+            else gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype)
+            for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
+        ]
+
+    def update(
+        self, shards: list[Array], state: ZeroState, params: list[Array], norm: Array | None, extra: dict[str, Any]
+    ) -> tuple[list[Array], list[Array], ZeroState]:
+        """Phase 2: decode, clip, run the inner transformation, encode. Returns new masters, updates (float32), state."""
+        plan = state.plan
+        if self.clip_norm and norm is not None:
+            factor = gradients.clip_factor(norm, self.clip_norm)
+            shards = [g * factor for g in shards]
+        stored = plan.flatten(state.master, "master")
+        masters = [
+            self.codec(leaf).decode(m) if self.has_master(leaf) else p.astype(jnp.float32)
+            for m, p, leaf in zip(stored, params, plan.leaves, strict=True)
+        ]
+        tx = self.transformation(plan)
+        updates, inner = tx.update(plan.unflatten(shards), state.inner, plan.unflatten(masters), **extra)
+        flat = plan.flatten(updates, "updates of the inner transformation")
+        new = [m + u.astype(jnp.float32) for m, u in zip(masters, flat, strict=True)]
+        master = [
+            self.codec(leaf).encode(n) if self.has_master(leaf) else optax.MaskedNode()
+            for n, leaf in zip(new, plan.leaves, strict=True)
+        ]
+        return new, flat, ZeroState(plan.unflatten(master), inner, plan)
+
+    def gather(
+        self, new: list[Array], updates: list[Array], params: list[Array], plan: Plan, direct: bool
+    ) -> list[Array]:
+        """Phase 3: what every rank needs, from the shards: new parameters, or updates that lead to them."""
+        out = []
+        for n, u, p, leaf in zip(new, updates, params, plan.leaves, strict=True):
+            wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
+            exact = wire == p.dtype == jnp.float32 and not self.has_master(leaf)
+            value = u if exact and not direct else precision.round_to(n, wire).astype(wire)
+            full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
+            if direct:
+                out.append(full.astype(p.dtype))
+            else:
+                out.append(full if exact else full.astype(jnp.float32) - p.astype(jnp.float32))
+        return out
+
+    def report(self, params: Any) -> PartitionReport:
+        """See `ZeroTransformation.partition_report`."""
+        state = self.abstract_init(params)
+        tx = self.transformation(state.plan)
+        sizes: dict[str, int] = {leaf.path: 0 for leaf in state.plan.leaves}
+
+        def add(x: Any, leaf: Leaf) -> Any:
+            shard = x.sharding.shard_shape(x.shape)
+            sizes[leaf.path] += x.dtype.itemsize * functools.reduce(int.__mul__, shard, 1)
+            return x
+
+        by_leaf = state.plan.unflatten(state.plan.leaves)
+        optax.tree.map_params(tx, add, state.inner, by_leaf)
+        for stored, leaf in zip(state.plan.flatten(state.master, "master"), state.plan.leaves, strict=True):
+            jax.tree.map(functools.partial(add, leaf=leaf), stored)
+        rows = [
+            ReportRow(leaf.path, leaf.shape, leaf.dtype, describe(leaf), leaf.shard_local_shape, sizes[leaf.path])
+            for leaf in state.plan.leaves
+        ]
+        return PartitionReport(rows)
+
+    # --- manual regions ----------------------------------------------------------------------------------------------
+
+    def _manual(self, f: Callable, in_specs: Any, out_specs: Any, bound: tuple[str, ...] = ()) -> Callable:
+        """`f` on one device's part of its arguments: a `shard_map` over the axes that no region around binds yet."""
+        rest = frozenset(self.mesh.axis_names) - frozenset(bound)
+        if not rest:
+            return f
+        if not bound:
+            return jax.jit(jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs))
+        keep = functools.partial(_restrict, axes=rest)
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        in_specs, out_specs = (jax.tree.map(keep, s, is_leaf=is_spec) for s in (in_specs, out_specs))
+        tracked = self.axis is None or collectives.tracks_varying(self.axis)
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=tracked)
+
+
+_KINDS = gradients.KINDS
+
+
+def gradients_axes(replica_axis: str | Sequence[str] | None, mesh: Mesh, axis: str | None) -> tuple[str, ...]:
+    """The replica axes, checked against the mesh."""
+    names = gradients.as_axes(replica_axis)
+    for name in names:
+        if name not in mesh.shape or name == axis:
+            raise ValueError(
+                f"replica_axis '{name}': expected an axis of the mesh {mesh.axis_names} other than '{axis}'"
+            )
+    return names
+
+
+def _arrives_split(leaf: Leaf, laid_out: bool) -> bool:
+    return laid_out and leaf.split is not None
+
+
+def _shard(p: Array, leaf: Leaf) -> Array:
+    return p if leaf.resident else collectives.take(p, leaf)
+
+
+def _choice(option: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{option}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
+    return value
+
+
+def _restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """A spec with only those of its axes that are in `axes`."""
+    entries = []
+    for names in spec:
+        kept = tuple(n for n in gradients.as_axes(names) if n in axes)
+        entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+    return PartitionSpec(*entries)
+
+
+def _check_shapes(values: Sequence[Array], plan: Plan) -> None:
+    for g, leaf in zip(values, plan.leaves, strict=True):
+        if g.size not in (_size(leaf.shape), _size(leaf.local_shape), _size(leaf.shard_local_shape)):
+            raise ValueError(f"gradient of {leaf.path}: expected shape {leaf.shape}, found {g.shape}")
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return functools.reduce(int.__mul__, shape, 1)
