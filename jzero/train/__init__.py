@@ -1,0 +1,1 @@
+"""Training: configuration, schedules, the compiled step, the loop, checkpoints and metrics."""

@@ -1,0 +1,193 @@
+"""The rules between keys that can be checked before anything is compiled; one function per subject."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jzero.errors import JzeroError
+from jzero.train.options import show
+from jzero.train.schedule import schedule
+
+if TYPE_CHECKING:
+    from jzero.train.config import Config
+
+
+def validate(config: "Config", n_devices: int | None = None) -> "Config":
+    """Check the rules between keys, and replace `trainer.devices=-1` by its number.
+
+    Args:
+        config: As `load_config` gives it: each key is already of the right type and within its own limits.
+        n_devices: Devices of all processes together (`len(jax.devices())`); None where they are not known yet: then
+            the config's own number is believed.
+
+    Returns:
+        The config with `trainer.devices` at least 1.
+
+    Raises:
+        JzeroError: A rule is broken; one line that names the keys, their values and what to set.
+
+    Example:
+        >>> from jzero.train.config import load_config
+        >>> validate(load_config(None, ["trainer.devices=-1"]), 2).num_devices
+        2
+    """
+    _unsupported(config)
+    config = _devices(config, n_devices)
+    _layout(config)
+    _batch(config)
+    _model(config)
+    _precision(config)
+    _optimizer(config)
+    _data(config)
+    schedule(config.model.optim, config.trainer.max_steps)
+    return config
+
+
+def _unsupported(config: "Config") -> None:
+    """Features whose keys exist, so that their names are settled, but that this version cannot run."""
+    m = config.model
+    for key, value, only in (
+        ("tensor_model_parallel_size", m.tensor_model_parallel_size, 1),
+        ("pipeline_model_parallel_size", m.pipeline_model_parallel_size, 1),
+        ("virtual_pipeline_model_parallel_size", m.virtual_pipeline_model_parallel_size, None),
+        ("sequence_parallel", m.sequence_parallel, False),
+    ):
+        if value != only:
+            raise JzeroError(f"model.{key}: {show(value)} is not supported by this version; set it to {show(only)}")
+
+
+def _devices(config: "Config", n_devices: int | None) -> "Config":
+    t = config.trainer
+    if n_devices is None:
+        if t.devices == -1:
+            raise JzeroError("trainer.devices: -1 stands for all devices, but none are known here; set their number")
+        return config
+    if t.devices == -1:
+        if n_devices % t.num_nodes:
+            raise JzeroError(
+                f"trainer.num_nodes: {n_devices} devices cannot be split evenly over {t.num_nodes} nodes; "
+                "set trainer.num_nodes to the number of hosts"
+            )
+        return dataclasses.replace(config, trainer=dataclasses.replace(t, devices=n_devices // t.num_nodes))
+    wanted = t.devices * t.num_nodes
+    if wanted > n_devices or (t.num_nodes > 1 and wanted != n_devices):
+        raise JzeroError(
+            f"trainer.devices: {t.devices} × trainer.num_nodes {t.num_nodes} = {wanted} devices, "
+            f"but there are {n_devices}; set trainer.devices=-1 to use all"
+        )
+    return config
+
+
+def _layout(config: "Config") -> None:
+    m = config.model
+    pipeline, replica, tensor = m.pipeline_model_parallel_size, m.replica_parallel_size, m.tensor_model_parallel_size
+    unit = pipeline * replica * tensor
+    if config.num_devices % unit:
+        raise JzeroError(
+            f"trainer.devices × trainer.num_nodes = {config.num_devices} is not divisible by "
+            f"model.tensor_model_parallel_size {tensor} × model.pipeline_model_parallel_size {pipeline} × "
+            f"model.replica_parallel_size {replica} = {unit}; nearest valid: "
+            f"{_nearest(config.num_devices, unit)} devices"
+        )
+
+
+def _batch(config: "Config") -> None:
+    m = config.model
+    unit = m.micro_batch_size * config.batch_parallel_size
+    if m.global_batch_size % unit:
+        raise JzeroError(
+            f"model.global_batch_size: {m.global_batch_size} is not divisible by model.micro_batch_size "
+            f"{m.micro_batch_size} × data-parallel size {config.batch_parallel_size} = {unit}; "
+            f"nearest valid: {_nearest(m.global_batch_size, unit)}"
+        )
+
+
+def _nearest(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`, which is none: "8 or 16"; never 0."""
+    low = value // unit * unit
+    return f"{low} or {low + unit}" if low else str(unit)
+
+
+def _model(config: "Config") -> None:
+    m = config.model
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        raise JzeroError(
+            f"model.hidden_size: {m.hidden_size} is not divisible by model.num_attention_heads "
+            f"{m.num_attention_heads}; nearest valid: {_nearest(m.hidden_size, m.num_attention_heads)}, "
+            "or set model.kv_channels"
+        )
+    groups = m.num_query_groups or m.num_attention_heads
+    if m.num_attention_heads % groups:
+        raise JzeroError(
+            f"model.num_query_groups: {groups} does not divide model.num_attention_heads {m.num_attention_heads}"
+        )
+    if m.max_position_embeddings is not None and m.max_position_embeddings < m.encoder_seq_length:
+        raise JzeroError(
+            f"model.max_position_embeddings: {m.max_position_embeddings} is below model.encoder_seq_length "
+            f"{m.encoder_seq_length}; raise it, or set null"
+        )
+    width = m.kv_channels or m.hidden_size // m.num_attention_heads
+    rotating = width * m.rotary_percentage
+    if m.position_embedding_type == "rope" and (rotating != int(rotating) or rotating % 2):
+        raise JzeroError(
+            f"model.rotary_percentage: {m.rotary_percentage:g} of {width} channels per head is {rotating:g}; "
+            "rope rotates pairs, so it must be an even number"
+        )
+
+
+def _precision(config: "Config") -> None:
+    m, bf16 = config.model, config.trainer.precision == "bf16"
+    if bf16 and not m.megatron_amp_O2:
+        raise JzeroError(
+            "model.megatron_amp_O2: trainer.precision bf16 keeps the weights in bf16 and their masters in the "
+            "optimizer, so it must be true; for fp32 weights set trainer.precision=32"
+        )
+    if m.attention_implementation == "cudnn" and not bf16:
+        raise JzeroError(
+            "model.attention_implementation: cudnn computes in 16 bits only; set trainer.precision=bf16, or auto or xla"
+        )
+    if m.attention_implementation == "cudnn" and m.attention_dropout > 0:
+        raise JzeroError(
+            "model.attention_implementation: cudnn has no dropout, found model.attention_dropout "
+            f"{m.attention_dropout:g}; set it to 0, or use auto or xla"
+        )
+    if m.optim.master == "fp32" and not bf16:
+        raise JzeroError("model.optim.master: fp32 parameters (trainer.precision 32) are their own master; set auto")
+
+
+def _optimizer(config: "Config") -> None:
+    o = config.model.optim
+    if not o.overlap_grad_sync:
+        raise JzeroError(
+            "model.optim.overlap_grad_sync: gradients are always reduced during the backward pass; set it to true"
+        )
+    if o.overlap_param_sync and o.policy == "replicated":
+        raise JzeroError(
+            "model.optim.policy: replicated contradicts model.optim.overlap_param_sync true; "
+            "set policy to gather_on_forward or null, or overlap_param_sync to false"
+        )
+    if config.zero:
+        return
+    needs = "needs the sharded state of model.optim.name=distributed_fused_adam, found fused_adam"
+    if config.policy != "replicated":
+        key = "policy" if o.policy else "overlap_param_sync"
+        raise JzeroError(f"model.optim.{key}: {o.policy or 'true'} {needs}")
+    if o.param_sync_dtype is not None:
+        raise JzeroError(f"model.optim.param_sync_dtype: {o.param_sync_dtype} {needs}")
+    if config.model.grad_accumulation == "sharded":
+        raise JzeroError(f"model.grad_accumulation: sharded {needs}")
+
+
+def _data(config: "Config") -> None:
+    tokenizer, data = config.model.tokenizer, config.model.data
+    if tokenizer.library == "tokenizers" and tokenizer.model is None:
+        raise JzeroError("model.tokenizer.model: the library tokenizers needs the path of a tokenizer.json, found null")
+    if tokenizer.library == "bytes" and tokenizer.model is not None:
+        raise JzeroError(
+            f"model.tokenizer.model: the library bytes reads no file, found {tokenizer.model}; "
+            "set model.tokenizer.library=tokenizers"
+        )
+    if tokenizer.library != "bytes" and data.data_prefix == "stdlib":
+        raise JzeroError(
+            f"model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library {tokenizer.library}; "
+            "set it to bytes, or build your own data"
+        )

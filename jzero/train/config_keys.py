@@ -1,0 +1,245 @@
+"""Every key of a run but its sections' nesting: name, type, default, meaning and limits, each in one place.
+
+Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_gpt_config.yaml) where the thing exists
+there. `jzero.train.config` puts the sections together and derives what follows from them; `jzero.train.config_check`
+holds the rules between keys.
+"""
+
+from dataclasses import dataclass, field
+
+from jzero.train.options import option
+
+
+def _devices(value: int) -> str | None:
+    return None if value == -1 or value >= 1 else "at least 1, or -1 for all there are"
+
+
+def _some_text(value: str) -> str | None:
+    return None if value.strip() else "some text"
+
+
+def _splits(value: str) -> str | None:
+    expected = 'three weights "train,validation,test" such as 900,50,50, the first above 0'
+    try:
+        weights = [float(w) for w in value.split(",")]
+    except ValueError:
+        return expected
+    return None if len(weights) == 3 and weights[0] > 0 and all(0 <= w < float("inf") for w in weights) else expected
+
+
+def _data_prefix(value: str | tuple[str | float, ...]) -> str | None:
+    entries = (value,) if isinstance(value, str) else value
+    if entries and all(isinstance(e, str) and e for e in entries):
+        return None
+    weights, paths = entries[::2], entries[1::2]
+    paired = len(weights) == len(paths) > 0 and all(isinstance(p, str) and p for p in paths)
+    if paired and all(isinstance(w, float) and w > 0 for w in weights):
+        return None
+    return "stdlib, a path, a list of paths, or [weight, path, weight, path, ...] with weights above 0"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How long, on how many devices and in which precision to train."""
+
+    devices: int = option(1, "Devices per node; -1 takes all there are.", check=_devices)
+    num_nodes: int = option(1, "Number of hosts.", at_least=1)
+    precision: str | int = option(
+        "bf16",
+        "Compute: bf16 (weights too, with fp32 masters in the optimizer) or plain float32.",
+        choices=("bf16", 32),
+    )
+    max_steps: int = option(100_000, "Optimizer steps of the whole run.", at_least=1)
+    log_every_n_steps: int = option(10, "Steps between two lines of the console.", at_least=1)
+    val_check_interval: int = option(100, "Steps between two evaluations.", at_least=1)
+    limit_val_batches: int = option(50, "Global batches per evaluation; 0 evaluates never.", at_least=0)
+    gradient_clip_val: float | None = option(
+        1.0, "Largest global norm of the gradient, larger ones are scaled down to it; 0 or null is off.", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Which checkpoints a run keeps."""
+
+    monitor: str = option("val_loss", "The measure that makes a checkpoint one of the best.", choices=("val_loss",))
+    save_top_k: int = option(10, "The best checkpoints to keep.", at_least=0)
+    save_last_k: int = option(1, "The latest checkpoints to keep.", at_least=1)
+    every_n_steps: int = option(1000, "Steps between two checkpoints.", at_least=1)
+    async_save: bool = option(True, "Write while training goes on.")
+
+
+@dataclass(frozen=True)
+class ExpManager:
+    """Where a run's files go, and whether it continues."""
+
+    exp_dir: str = option("runs", "Folder of all runs.", check=_some_text)
+    name: str = option("gpt", "Folder of this run, in exp_dir.", check=_some_text)
+    resume_if_exists: bool = option(True, "Continue from the latest checkpoint of the run's folder, if there is one.")
+    create_tensorboard_logger: bool = option(True, "Write TensorBoard files besides metrics.jsonl.")
+    create_checkpoint_callback: bool = option(True, "Save checkpoints.")
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """How text becomes tokens."""
+
+    library: str = option(
+        "bytes", "bytes: one token per UTF-8 byte; tokenizers: a Hugging Face file.", choices=("bytes", "tokenizers")
+    )
+    model: str | None = option(None, "Path of tokenizer.json, for the library tokenizers.")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to train on."""
+
+    data_prefix: str | tuple[str | float, ...] = option(
+        "stdlib",
+        "Indexed files without .bin/.idx: a path, a list of paths, or [weight, path, weight, path, ...]; "
+        "stdlib is the built-in corpus (the source text of Python's standard library, byte tokens).",
+        check=_data_prefix,
+    )
+    data_impl: str = option("mmap", "Format: Megatron's memory-mapped .bin/.idx.", choices=("mmap",))
+    splits_string: str = option("900,50,50", "Weights of training, validation and test documents.", check=_splits)
+    num_workers: int = option(0, "Processes that prepare batches; 0 does it in the trainer.", at_least=0)
+    shuffle_documents: bool = option(True, "Shuffle the order of documents in every epoch.")
+    reset_position_ids: bool = option(False, "Count positions from 0 again after each end of document.")
+    reset_attention_mask: bool = option(False, "Let no token attend across an end of document.")
+    eod_mask_loss: bool = option(False, "Leave the end-of-document token out of the loss.")
+    cache_dir: str | None = option(
+        None, "Folder for built corpora and sample indices; null is the user's cache folder."
+    )
+
+
+@dataclass(frozen=True)
+class Sched:
+    """The learning rate over the steps; the formulas are in `jzero.train.schedule`."""
+
+    name: str = option(
+        "CosineAnnealing",
+        "Shape: a cosine down to min_lr, or constant after the warm-up.",
+        choices=("CosineAnnealing", "WarmupPolicy"),
+    )
+    warmup_steps: int = option(500, "Steps of linear warm-up.", at_least=0)
+    constant_steps: int = option(
+        0, "Last steps, at min_lr; above 0 the warm-up starts at 0, as Megatron's.", at_least=0
+    )
+    min_lr: float = option(2e-5, "Learning rate at the end of the cosine and after max_steps.", at_least=0)
+    max_steps: int | None = option(None, "Steps of the schedule; null is trainer.max_steps.", at_least=1)
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer: AdamW, its state sharded over the data-parallel devices (ZeRO) or not."""
+
+    name: str = option(
+        "distributed_fused_adam",
+        "distributed_fused_adam shards the optimizer's state (ZeRO), fused_adam replicates it.",
+        choices=("distributed_fused_adam", "fused_adam"),
+    )
+    lr: float = option(2e-4, "Peak learning rate.", at_least=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay (AdamW).", at_least=0)
+    betas: tuple[float, float] = option((0.9, 0.98), "Decay of the first and second moment.", at_least=0, below=1)
+    eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
+    grad_sync_dtype: str | None = option(
+        None, "Gradients on the wire; null is the type they are computed in.", choices=("fp32", "bf16")
+    )
+    param_sync_dtype: str | None = option(
+        None, "Parameters on the wire; null is their own type.", choices=("fp32", "bf16")
+    )
+    overlap_grad_sync: bool = option(True, "Reduce each layer's gradient during the backward pass; always on.")
+    overlap_param_sync: bool = option(False, "Gather each layer's parameters during the next forward pass.")
+    policy: str | None = option(
+        None,
+        "What is kept between steps: replicated parameters; gather_on_forward: shards, gathered once per step; "
+        "gather_twice: shards, gathered in forward and in backward (ZeRO-3). "
+        "null follows overlap_param_sync: gather_on_forward if true, else replicated.",
+        choices=("replicated", "gather_on_forward", "gather_twice"),
+    )
+    bucket_cap_mb: float = option(100.0, "Largest collective that XLA may combine smaller ones into, in MB.", above=0)
+    master: str = option(
+        "auto",
+        "Master copy of the parameters: auto is fp32 for bf16 ones, else none.",
+        choices=("auto", "none", "fp32"),
+    )
+    sched: Sched = field(default_factory=Sched)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The transformer, its parallel layout and its batch."""
+
+    micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
+    global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
+    tensor_model_parallel_size: int = option(1, "Devices that share each layer; only 1 in this version.", at_least=1)
+    pipeline_model_parallel_size: int = option(1, "Stages of layers; only 1 in this version.", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = option(None, "Only null in this version.", at_least=1)
+    sequence_parallel: bool = option(False, "Only false in this version.")
+    replica_parallel_size: int = option(
+        1, "Copies of the sharded optimizer: state is sharded within a copy, gradients averaged over all.", at_least=1
+    )
+    encoder_seq_length: int = option(512, "Tokens of a training sequence.", at_least=1)
+    max_position_embeddings: int | None = option(None, "Longest sequence; null is encoder_seq_length.", at_least=1)
+    num_layers: int = option(12, "Transformer blocks.", at_least=1)
+    hidden_size: int = option(768, "Width of the residual stream.", at_least=1)
+    ffn_hidden_size: int | None = option(None, "Width of the feed-forward layer; null is 4 × hidden_size.", at_least=1)
+    num_attention_heads: int = option(12, "Query heads.", at_least=1)
+    num_query_groups: int | None = option(
+        None, "Key and value heads (grouped-query attention); null is num_attention_heads.", at_least=1
+    )
+    kv_channels: int | None = option(None, "Width of a head; null is hidden_size / num_attention_heads.", at_least=1)
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", above=0)
+    use_scaled_init_method: bool = option(True, "Divide that of the output projections by √(2 × num_layers).")
+    hidden_dropout: float = option(
+        0.1, "Dropout of the embedding and of both branches of a block.", at_least=0, below=1
+    )
+    attention_dropout: float = option(0.1, "Dropout of the attention weights.", at_least=0, below=1)
+    normalization: str = option("layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"))
+    layernorm_epsilon: float = option(1e-5, "Added to the variance in a norm.", above=0)
+    activation: str = option("gelu", "Feed-forward nonlinearity.", choices=("gelu", "swiglu"))
+    bias: bool = option(True, "Biases in the linear layers.")
+    transformer_block_type: str = option("pre_ln", "Norms come before attention and MLP.", choices=("pre_ln",))
+    position_embedding_type: str = option(
+        "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope")
+    )
+    rotary_base: float = option(10_000.0, "Base of the rotary wavelengths.", above=1)
+    rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
+    share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this × tensor_model_parallel_size.", at_least=1
+    )
+    do_layer_norm_weight_decay: bool = option(False, "Decay norms and biases too.")
+    seed: int = option(1234, "Seed of weights, dropout and data order.", at_least=0, at_most=2**31 - 1)
+    megatron_amp_O2: bool = option(  # noqa: N815 - NeMo's name
+        True, "bf16 weights with fp32 masters in the optimizer; must be true with precision bf16."
+    )
+    activations_checkpoint_granularity: str | None = option(
+        None,
+        "What the backward pass recomputes: nothing, the attention (selective) or whole blocks (full).",
+        choices=("selective", "full"),
+    )
+    grad_accumulation: str = option(
+        "local",
+        "local sums micro-batches in fp32 on the device and reduces once per step; "
+        "sharded reduces every micro-batch into the shard.",
+        choices=("local", "sharded"),
+    )
+    attention_implementation: str = option(
+        "auto", "Attention kernel: auto is cuDNN's where it can be used, else XLA's.", choices=("auto", "xla", "cudnn")
+    )
+    vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """The text sample at the end of training."""
+
+    prompt: str = option("def ", "Text to continue.")
+    tokens: int = option(200, "Tokens to add.", at_least=0)
+    temperature: float = option(0.8, "Below 1 prefers likely tokens more; 0 always takes the likeliest.", at_least=0)
+    top_k: int = option(50, "Draw from this many likeliest tokens; 0 draws from all.", at_least=0)

@@ -1,0 +1,64 @@
+"""Every file of configs/ loads, is valid on the devices it asks for, and says only what differs from the defaults."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from jzero.train.config import Config, load_config, to_yaml
+from jzero.train.config_check import validate
+from jzero.train.options import keys
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+
+def test_the_files_are_these():
+    assert [f.name for f in FILES] == ["gpt2_124m.yaml", "gpt3_1.3b.yaml", "gpt3_175b.yaml", "gpt_tiny.yaml"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_loads_validates_and_round_trips(path, tmp_path):
+    config = load_config(path)
+    assert validate(config, config.num_devices) == config
+    assert config.num_micro_batches >= 1
+    assert config.exp_manager.name == path.stem
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_short_enough_to_read(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert lines[0].startswith("# ")
+    raw = OmegaConf.to_container(OmegaConf.load(path))
+    essential = ("num_layers", "hidden_size", "num_attention_heads", "micro_batch_size", "max_steps", "lr", "min_lr")
+    repeated = [
+        k
+        for k, field in keys(Config)
+        if k.split(".")[-1] not in essential and _get(raw, k) == field.default is not None
+    ]
+    assert not repeated, "these lines repeat a default"
+
+
+def _get(raw, key):
+    for name in key.split("."):
+        raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads", "context", "devices"),
+    [
+        ("gpt_tiny", 4, 128, 4, 128, 4),
+        ("gpt2_124m", 12, 768, 12, 1024, 8),
+        ("gpt3_1.3b", 24, 2048, 16, 2048, 8),
+        ("gpt3_175b", 96, 12288, 96, 2048, 1024),
+    ],
+)
+def test_published_sizes(name, layers, hidden, heads, context, devices):
+    config = load_config(CONFIGS / f"{name}.yaml")
+    m = config.model
+    found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.encoder_seq_length, config.num_devices)
+    assert found == (layers, hidden, heads, context, devices)
