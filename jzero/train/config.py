@@ -5,9 +5,11 @@ and derives what follows from them (mesh, micro-batches, policy, dtypes, padded 
 jzero.train.config` prints the reference page docs/config.md.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -27,6 +29,9 @@ from jzero.train.config_keys import (
 from jzero.train.nemo_keys import HINTS
 from jzero.train.options import reference
 
+if TYPE_CHECKING:
+    from jzero.models.gpt import GPTConfig
+
 __all__ = [
     "Checkpoint",
     "Config",
@@ -38,6 +43,7 @@ __all__ = [
     "Sched",
     "Tokenizer",
     "Trainer",
+    "gpt_config",
     "load_config",
     "to_yaml",
 ]
@@ -167,11 +173,44 @@ def to_yaml(config: Config) -> str:
     """Every key as YAML; `load_config` of it gives an equal Config.
 
     Example:
-        >>> print(to_yaml(Config())[:20])
+        >>> print(to_yaml(Config())[:21])
         trainer:
           devices: 1
     """
     return options_file.dump(config)
+
+
+def gpt_config(config: Config, vocab_size: int | None = None) -> "GPTConfig":
+    """The architecture part of a run, as the model takes it.
+
+    Args:
+        config: The run.
+        vocab_size: Tokens of the tokenizer, before padding; None where `model.vocab_size` says it (no tokenizer is
+            needed to compile).
+
+    Raises:
+        JzeroError: The vocabulary is unknown or smaller than the tokenizer's, or sizes of the model contradict
+            one another.
+
+    Example:
+        >>> gpt_config(load_config(None), 257).vocab_size
+        384
+    """
+    from jzero.models.gpt import GPTConfig  # a configuration is read and checked without Flax
+
+    m = config.model
+    tokens = m.vocab_size or vocab_size
+    if tokens is None:
+        raise JzeroError("model.vocab_size: expected a number of tokens where there is no tokenizer, found null")
+    if vocab_size is not None and tokens < vocab_size:
+        raise JzeroError(f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {tokens}; set null")
+    derived = {
+        "vocab_size": config.padded_vocab_size(tokens),
+        "max_position_embeddings": m.max_position_embeddings or m.encoder_seq_length,
+        "param_dtype": config.param_dtype,
+    }
+    shared = {field.name for field in dataclasses.fields(GPTConfig)} - set(derived)
+    return GPTConfig(**derived, **{name: getattr(m, name) for name in shared})
 
 
 def main() -> None:

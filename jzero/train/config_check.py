@@ -38,7 +38,7 @@ def validate(config: "Config", n_devices: int | None = None) -> "Config":
     _precision(config)
     _optimizer(config)
     _data(config)
-    schedule(config.model.optim, config.trainer.max_steps)
+    schedule(config)
     return config
 
 
@@ -126,11 +126,11 @@ def _model(config: "Config") -> None:
             f"{m.encoder_seq_length}; raise it, or set null"
         )
     width = m.kv_channels or m.hidden_size // m.num_attention_heads
-    rotating = width * m.rotary_percentage
-    if m.position_embedding_type == "rope" and (rotating != int(rotating) or rotating % 2):
+    rotating = int(width * m.rotary_percentage)
+    if m.position_embedding_type == "rope" and (rotating < 2 or rotating % 2):
         raise JzeroError(
-            f"model.rotary_percentage: {m.rotary_percentage:g} of {width} channels per head is {rotating:g}; "
-            "rope rotates pairs, so it must be an even number"
+            f"model.rotary_percentage: {m.rotary_percentage:g} of {width} channels per head is {rotating}; "
+            "rope rotates pairs, so it must be an even number above 0"
         )
 
 
@@ -186,7 +186,8 @@ def _data(config: "Config") -> None:
             f"model.tokenizer.model: the library bytes reads no file, found {tokenizer.model}; "
             "set model.tokenizer.library=tokenizers"
         )
-    if tokenizer.library != "bytes" and data.data_prefix == "stdlib":
+    prefixes = (data.data_prefix,) if isinstance(data.data_prefix, str) else data.data_prefix
+    if tokenizer.library != "bytes" and "stdlib" in prefixes:
         raise JzeroError(
             f"model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library {tokenizer.library}; "
             "set it to bytes, or build your own data"

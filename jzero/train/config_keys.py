@@ -19,12 +19,12 @@ def _some_text(value: str) -> str | None:
 
 
 def _splits(value: str) -> str | None:
-    expected = 'three weights "train,validation,test" such as 900,50,50, the first above 0'
+    expected = 'up to three weights "train,validation,test" such as 900,50,50, the first above 0'
     try:
         weights = [float(w) for w in value.split(",")]
     except ValueError:
         return expected
-    return None if len(weights) == 3 and weights[0] > 0 and all(0 <= w < float("inf") for w in weights) else expected
+    return None if len(weights) <= 3 and weights[0] > 0 and all(0 <= w < float("inf") for w in weights) else expected
 
 
 def _data_prefix(value: str | tuple[str | float, ...]) -> str | None:
@@ -102,7 +102,9 @@ class Data:
         check=_data_prefix,
     )
     data_impl: str = option("mmap", "Format: Megatron's memory-mapped .bin/.idx.", choices=("mmap",))
-    splits_string: str = option("900,50,50", "Weights of training, validation and test documents.", check=_splits)
+    splits_string: str = option(
+        "900,50,50", "Weights of training, validation and test documents; those left out are 0.", check=_splits
+    )
     num_workers: int = option(0, "Processes that prepare batches; 0 does it in the trainer.", at_least=0)
     shuffle_documents: bool = option(True, "Shuffle the order of documents in every epoch.")
     reset_position_ids: bool = option(False, "Count positions from 0 again after each end of document.")

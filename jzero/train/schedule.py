@@ -21,36 +21,32 @@ import jax.numpy as jnp
 import optax
 
 from jzero.errors import JzeroError
-from jzero.train.config_keys import Optim
+from jzero.train.config import Config
 
 
-def schedule(optim: Optim, max_steps: int | None = None) -> optax.Schedule:
-    """The learning rate of `model.optim`, for optax (`optax.adamw(schedule(...))`) and for logs.
+def schedule(config: Config) -> optax.Schedule:
+    """The learning rate of a run, for optax (`optax.adamw(schedule(config))`) and for logs.
 
     Args:
-        optim: `config.model.optim`; of it `lr` and `sched` are read.
-        max_steps: `config.trainer.max_steps`, used where `sched.max_steps` is null.
+        config: Read are `model.optim.lr`, `model.optim.sched` and, where `sched.max_steps` is null,
+            `trainer.max_steps`.
 
     Returns:
         A function from the number of finished steps (an int or a traced integer of any shape) to a float32.
 
     Raises:
-        JzeroError: An unknown name, no max_steps, lr below min_lr, or constant_steps where the shape has none.
+        JzeroError: An unknown name, lr below min_lr, or constant_steps where the shape has none.
 
     Example:
-        >>> from jzero.train.config import Optim, Sched
-        >>> rate = schedule(Optim(lr=1.0, sched=Sched(warmup_steps=3, min_lr=0.0)), max_steps=7)
+        >>> from jzero.train.config import load_config
+        >>> keys = ["model.optim.lr=1", "model.optim.sched={warmup_steps: 3, min_lr: 0}", "trainer.max_steps=7"]
+        >>> rate = schedule(load_config(None, keys))
         >>> [round(float(rate(s)), 3) for s in range(9)]
         [0.25, 0.5, 0.75, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    sched = optim.sched
+    optim, sched = config.model.optim, config.model.optim.sched
     if sched.name not in SHAPES:
         raise JzeroError(f"model.optim.sched.name: expected one of {', '.join(SHAPES)}, found {sched.name}")
-    last = sched.max_steps if sched.max_steps is not None else max_steps
-    if last is None:
-        raise JzeroError(
-            "model.optim.sched.max_steps: expected an integer, found null; set it or pass trainer.max_steps"
-        )
     if optim.lr < sched.min_lr:
         raise JzeroError(
             f"model.optim.lr: {optim.lr:g} is below model.optim.sched.min_lr {sched.min_lr:g}; lower min_lr or raise lr"
@@ -60,7 +56,9 @@ def schedule(optim: Optim, max_steps: int | None = None) -> optax.Schedule:
             "model.optim.sched.constant_steps: WarmupPolicy has no last steps at min_lr, "
             f"found {sched.constant_steps}; set 0"
         )
-    return SHAPES[sched.name](optim.lr, sched.min_lr, sched.warmup_steps, sched.constant_steps, last)
+    return SHAPES[sched.name](
+        optim.lr, sched.min_lr, sched.warmup_steps, sched.constant_steps, sched.max_steps or config.trainer.max_steps
+    )
 
 
 def _cosine_annealing(lr: float, low: float, warmup: int, constant: int, last: int) -> optax.Schedule:

@@ -60,6 +60,7 @@ def test_file_then_overrides_later_ones_win(tmp_path):
         ("model.data.data_prefix=[2,a,1,b]", lambda c: c.model.data.data_prefix, (2.0, "a", 1.0, "b")),
         ("model.data.data_prefix=[a,b]", lambda c: c.model.data.data_prefix, ("a", "b")),
         ("model.data.data_prefix=/d/x=y", lambda c: c.model.data.data_prefix, "/d/x=y"),
+        ("model.data.splits_string=1", lambda c: c.model.data.splits_string, "1"),
         ("model.data.splits_string=900,50,50", lambda c: c.model.data.splits_string, "900,50,50"),
         ("model.data.cache_dir=null", lambda c: c.model.data.cache_dir, None),
         ("exp_manager.name=7", lambda c: c.exp_manager.name, "7"),
@@ -152,7 +153,8 @@ def test_interpolations_are_saved_resolved():
         ("model.data.data_prefix=[a,0.5]", "with weights above 0, found [a, 0.5]"),
         ("model.data.data_prefix=3", "expected text or a list, found 3 (an integer)"),
         ("model.data.data_prefix=???", "expected text or a list, found ??? (a value that you must set)"),
-        ("model.data.splits_string=900;50", 'expected three weights "train,validation,test" such as 900,50,50'),
+        ("model.data.splits_string=900;50", 'expected up to three weights "train,validation,test" such as 900,50,50'),
+        ("model.data.splits_string=1,1,1,1", "expected up to three weights"),
         ("model.data.splits_string=0,1,1", "the first above 0, found 0,1,1"),
         ("model.data.splits_string=1,-1,1", "the first above 0, found 1,-1,1"),
         ("exp_manager.name=", "exp_manager.name: expected some text, found ''"),
@@ -386,7 +388,7 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
         (
             ["model.position_embedding_type=rope", "model.rotary_percentage=0.3"],
             1,
-            "model.rotary_percentage: 0.3 of 64 channels per head is 19.2",
+            "model.rotary_percentage: 0.3 of 64 channels per head is 19",
         ),
         (["model.position_embedding_type=rope", "model.kv_channels=9"], 1, "1 of 9 channels per head is 9"),
         (["model.megatron_amp_O2=false"], 1, "model.megatron_amp_O2: trainer.precision bf16 keeps the weights in bf16"),
@@ -436,6 +438,11 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
         (["model.tokenizer.model=t.json"], 1, "model.tokenizer.model: the library bytes reads no file, found t.json"),
         (
             ["model.tokenizer.library=tokenizers", "model.tokenizer.model=t.json"],
+            1,
+            "model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library tokenizers",
+        ),
+        (
+            ["model.tokenizer={library: tokenizers, model: t.json}", "model.data.data_prefix=[1, a, 2, stdlib]"],
             1,
             "model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library tokenizers",
         ),

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jzero.errors import JzeroError
-from jzero.train.config_keys import Optim, Sched
+from jzero.train.config import Config, Model, Optim, Sched, Trainer
 from jzero.train.schedule import SHAPES, schedule
 
 
@@ -40,6 +40,10 @@ def nemo_warmup_policy(step, lr, min_lr, warmup, constant, last):
     return min_lr if step > last else lr
 
 
+def rate_of(last, lr=1.0, **sched):
+    return schedule(Config(trainer=Trainer(max_steps=last), model=Model(optim=Optim(lr=lr, sched=Sched(**sched)))))
+
+
 ORACLES = {"CosineAnnealing": nemo_cosine, "WarmupPolicy": nemo_warmup_policy}
 
 
@@ -62,9 +66,9 @@ ORACLES = {"CosineAnnealing": nemo_cosine, "WarmupPolicy": nemo_warmup_policy}
 )
 def test_every_step_equals_nemo(name, warmup, constant, last):
     lr, min_lr = 3e-3, 2e-5
-    optim = Optim(lr=lr, sched=Sched(name=name, warmup_steps=warmup, constant_steps=constant, min_lr=min_lr))
+    rate = rate_of(last, lr, name=name, warmup_steps=warmup, constant_steps=constant, min_lr=min_lr)
     steps = np.unique(np.concatenate([np.arange(40), np.arange(0, last + 10, max(1, last // 300)), [last, last + 1]]))
-    found = np.asarray(jax.jit(schedule(optim, last))(jnp.asarray(steps, jnp.int32)))
+    found = np.asarray(jax.jit(rate)(jnp.asarray(steps, jnp.int32)))
     wanted = [ORACLES[name](int(s), lr, min_lr, warmup, constant, last) for s in steps]
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-9)
@@ -72,20 +76,20 @@ def test_every_step_equals_nemo(name, warmup, constant, last):
 
 def test_corner_values():
     """Spelled out, so that a mistake shared by code and oracle shows."""
-    plain = schedule(Optim(lr=1.0, sched=Sched(warmup_steps=4, min_lr=0.1)), 12)
+    plain = rate_of(12, warmup_steps=4, min_lr=0.1)
     assert [float(plain(s)) for s in (0, 3, 4)] == pytest.approx([0.2, 0.8, 1.0])
     assert [float(plain(s)) for s in (8, 12, 13, 10**6)] == pytest.approx([0.55, 0.1, 0.1, 0.1])
-    held = schedule(Optim(lr=1.0, sched=Sched(warmup_steps=4, constant_steps=4, min_lr=0.1)), 12)
+    held = rate_of(12, warmup_steps=4, constant_steps=4, min_lr=0.1)
     assert [float(held(s)) for s in (0, 1, 4, 6, 8, 9)] == pytest.approx([0.0, 0.25, 1.0, 0.55, 0.1, 0.1])
 
 
 def test_sched_max_steps_wins_over_the_trainer_s():
-    rate = schedule(Optim(lr=1.0, sched=Sched(warmup_steps=0, min_lr=0.0, max_steps=10)), 1000)
+    rate = rate_of(1000, warmup_steps=0, min_lr=0.0, max_steps=10)
     assert float(rate(10)) == pytest.approx(0.0, abs=1e-7)
 
 
 def test_drives_an_optax_optimizer_without_recompiling():
-    tx = optax.sgd(schedule(Optim(lr=1.0, sched=Sched(warmup_steps=3, min_lr=0.0)), 10))
+    tx = optax.sgd(rate_of(10, warmup_steps=3, min_lr=0.0))
     traces = []
 
     @jax.jit
@@ -102,25 +106,20 @@ def test_drives_an_optax_optimizer_without_recompiling():
 
 
 @pytest.mark.parametrize(
-    ("optim", "last", "message"),
+    ("lr", "sched", "message"),
     [
+        (1.0, {"name": "Cos"}, r"model\.optim\.sched\.name: expected one of CosineAnnealing, WarmupPolicy, found Cos"),
+        (1e-5, {}, r"model\.optim\.lr: 1e-05 is below model\.optim\.sched\.min_lr 2e-05; lower min_lr or raise lr"),
         (
-            Optim(sched=Sched(name="Cosine")),
-            9,
-            r"model\.optim\.sched\.name: expected one of CosineAnnealing, WarmupPolicy",
-        ),
-        (Optim(), None, r"model\.optim\.sched\.max_steps: expected an integer, found null"),
-        (Optim(lr=1e-5), 9, r"model\.optim\.lr: 1e-05 is below model\.optim\.sched\.min_lr 2e-05"),
-        (
-            Optim(sched=Sched(name="WarmupPolicy", constant_steps=3)),
-            9,
-            r"model\.optim\.sched\.constant_steps: WarmupPolicy .* found 3",
+            1.0,
+            {"name": "WarmupPolicy", "constant_steps": 3},
+            r"model\.optim\.sched\.constant_steps: WarmupPolicy has no last steps at min_lr, found 3; set 0",
         ),
     ],
 )
-def test_mistakes(optim, last, message):
+def test_mistakes(lr, sched, message):
     with pytest.raises(JzeroError, match=message):
-        schedule(optim, last)
+        rate_of(9, lr, **sched)
 
 
 def test_the_config_offers_the_same_shapes():
