@@ -1,0 +1,1 @@
+"""What a GPU would run, read from the compiled module, without a GPU."""

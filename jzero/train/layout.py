@@ -1,0 +1,247 @@
+"""How a model's parameters are stored between steps, gathered for use and scattered as gradients: one policy as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from jzero.mesh import BATCH_AXES
+from jzero.models.layers import Dropout
+from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
+from jzero.optim.partition import Plan, make_plan
+from jzero.parallel.stack import DataParallel
+from jzero.train.config import Config
+
+BLOCKS = "blocks"
+
+
+class Weights(NamedTuple):
+    """The weights that a micro-batch starts from."""
+
+    outer: Any  # full, varying over the batch axes
+    blocks: Any  # [L, ...]: full and varying, or shards
+    shards: bool  # whether `blocks` are shards
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The policy of a run and everything that follows from it.
+
+    Attributes:
+        policy: "replicated", "gather_on_forward" or "gather_twice".
+        mesh: the device mesh.
+        plan: how each parameter of the model is cut into shards.
+        tx: the optimizer of what is stored.
+        outer, blocks: the collectives of the parameters outside the layers, and of the stacked layers.
+        accumulate_locally: sum micro-batches on the rank and reduce once.
+        granularity: activation checkpointing.
+        dropout_seed: seed of all dropout masks, or None where there is no dropout.
+        compiler_options: XLA options of the step.
+    """
+
+    policy: str
+    mesh: Mesh
+    plan: Plan
+    tx: ZeroTransformation
+    outer: DataParallel
+    blocks: DataParallel
+    accumulate_locally: bool
+    granularity: str | None
+    dropout_seed: int | None
+    compiler_options: dict[str, Any]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are stored as shards between steps."""
+        return self.policy != "replicated"
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether the first micro-batch's gathered weights serve the others."""
+        return self.policy == "gather_on_forward"
+
+    # --- trees -------------------------------------------------------------------------------------------------------
+
+    def split(self, tree: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """A tree like the parameters -> (without the layers, the layers)."""
+        return {k: v for k, v in tree.items() if k != BLOCKS}, tree[BLOCKS]
+
+    def join(self, outer: dict[str, Any], blocks: Any) -> dict[str, Any]:
+        """The inverse of `split`."""
+        return {**outer, BLOCKS: blocks}
+
+    def _each(self, f: Any, tree: Any) -> Any:
+        flat = self.plan.flatten(tree, "parameters")
+        return self.plan.unflatten([f(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)])
+
+    # --- storing -----------------------------------------------------------------------------------------------------
+
+    def abstract_params(self) -> Any:
+        """The stored parameters as `jax.ShapeDtypeStruct`s with shardings."""
+
+        def one(leaf):
+            shape, spec = (leaf.shard_shape, leaf.shard_spec) if self.sharded else (leaf.shape, leaf.param_spec)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return self.plan.unflatten([one(leaf) for leaf in self.plan.leaves])
+
+    def store(self, params: Any) -> Any:
+        """Whole parameters (traced, outside any manual region) as the policy stores them."""
+
+        def one(x: Array, leaf: Any) -> Array:
+            if not self.sharded:
+                return x
+            if leaf.split is None:
+                lead, size = leaf.shape[: leaf.stacked], math.prod(leaf.shape[leaf.stacked :])
+                padding = [(0, 0)] * len(lead) + [(0, leaf.flat_size * leaf.ranks - size)]
+                x = jnp.pad(x.reshape(*lead, size), padding).reshape(leaf.shard_shape)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, leaf.shard_spec))
+
+        return self._each(one, params)
+
+    def own_shards(self, params: Any) -> list[Array]:
+        """This rank's shards of the stored parameters, in the plan's order."""
+        flat = jax.tree.leaves(params)
+        if self.sharded:
+            return flat
+        return [collectives.take(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)]
+
+    def keep(self, shards: list[Array]) -> Any:
+        """The updated float32 shards as the policy stores them: phase `gather` where it replicates."""
+        out = []
+        for x, leaf in zip(shards, self.plan.leaves, strict=True):
+            dtype = jnp.dtype(leaf.dtype)
+            if self.sharded:
+                out.append(x.astype(dtype))
+            else:
+                full = collectives.gather(x, leaf, dtype=self.blocks.param_dtype or dtype, to="invarying")
+                out.append(full.astype(dtype))
+        return self.plan.unflatten(out)
+
+    # --- using -------------------------------------------------------------------------------------------------------
+
+    def start(self, params: Any) -> Weights:
+        """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
+        outer, blocks = self.split(params)
+        if self.sharded:
+            return Weights(self.outer.whole(outer), blocks, shards=True)
+        return Weights(self.outer.local(outer), self.blocks.local(blocks), shards=False)
+
+    def everywhere(self, params: Any) -> Any:
+        """All weights whole and the same on every rank, for a computation that every rank repeats."""
+        if not self.sharded:
+            return params
+        return self._each(lambda x, leaf: collectives.gather(x, leaf, to="invarying"), params)
+
+    def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
+        """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
+
+        def one(leaf: Any) -> Array:
+            if full:
+                return collectives.vary(jnp.zeros(leaf.local_shape, jnp.float32), BATCH_AXES)
+            axes = () if leaf.axis is None else (leaf.axis,)
+            return collectives.vary(jnp.zeros(leaf.shard_local_shape, jnp.float32), axes)
+
+        return self.split(self.plan.unflatten([one(leaf) for leaf in self.plan.leaves]))
+
+    def dropout(self, samples: Array) -> Dropout | None:
+        """The dropout masks of these global sample numbers (int32 [B]), or None where there is no dropout."""
+        return None if self.dropout_seed is None else Dropout(jax.random.key(self.dropout_seed), samples)
+
+    # --- what it costs -----------------------------------------------------------------------------------------------
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Rows of the table shown before the first step."""
+        state = self.tx.init(self.abstract_params())
+        params = self.abstract_params()
+        count = sum(math.prod(leaf.shape) for leaf in self.plan.leaves)
+        whole = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in self.plan.leaves)
+        with_zero = bytes_per_device(params) + bytes_per_device(state)
+        without = whole + global_bytes(state)
+        shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1) or "one device"
+        return [
+            ("parameters", f"{count:,}"),
+            ("mesh", shape),
+            ("policy", self.policy),
+            ("parameters + optimizer state per device", f"{with_zero / 2**20:,.1f} MiB"),
+            ("the same without ZeRO", f"{without / 2**20:,.1f} MiB"),
+        ]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of arrays (or abstract arrays) with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def global_bytes(tree: Any) -> int:
+    """Bytes of whole arrays, padding included."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_rate: Any) -> Layout:
+    """The layout of a run.
+
+    Args:
+        config: a validated configuration.
+        mesh: the device mesh.
+        abstract: the model's parameters as `jax.ShapeDtypeStruct`s, whole.
+        decay: tree of booleans, which of them decay.
+        learning_rate: schedule.
+    """
+    axis, replica = ("data", ("replica",)) if config.zero else (None, BATCH_AXES)
+    stacked = lambda path: int(path.startswith(f"['{BLOCKS}']"))
+    plan = make_plan(abstract, mesh, axis=axis, stacked=stacked)
+    optim, sharded = config.model.optim, config.policy != "replicated"
+    tx = distributed_fused_adam(
+        learning_rate,
+        *optim.betas,
+        optim.eps,
+        optim.weight_decay,
+        decay,
+        mesh=mesh,
+        axis=axis,
+        replica_axis=replica,
+        master=optim.master,
+        clip_norm=config.trainer.gradient_clip_val or None,
+        param_specs=plan.unflatten([leaf.shard_spec if sharded else leaf.param_spec for leaf in plan.leaves]),
+        stacked=stacked,
+    )
+    parallel = DataParallel((), replica, BATCH_AXES, config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
+    is_block = [stacked(leaf.path) for leaf in plan.leaves]
+    pick = lambda chosen: dataclasses.replace(
+        parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)
+    )
+    dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+    return Layout(
+        policy=config.policy,
+        mesh=mesh,
+        plan=plan,
+        tx=tx,
+        outer=pick(0),
+        blocks=pick(1),
+        accumulate_locally=config.model.grad_accumulation == "local",
+        granularity=config.model.activations_checkpoint_granularity,
+        dropout_seed=config.model.seed if dropout else None,
+        compiler_options=compiler_options(mesh, optim.bucket_cap_mb),
+    )
+
+
+def compiler_options(mesh: Mesh, bucket_cap_mb: float) -> dict[str, Any]:
+    """XLA options of the step on this kind of device; none on CPU, which has no combiner and no such scheduler.
+
+    `bucket_cap_mb` becomes the size up to which XLA merges small collectives of a kind into one.
+    """
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return {}
+    threshold = int(bucket_cap_mb * 2**20)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        **{f"xla_gpu_{kind}_combine_threshold_bytes": threshold for kind in kinds},
+    }

@@ -1,0 +1,209 @@
+"""One compiled training step: a single `shard_map` over the whole mesh in which every collective is written by hand.
+
+    micro-batches   forward and backward of each; weights gathered and gradients scattered in the layers' bodies
+    update          the optimizer on this rank's shards
+    gather          policy `replicated` only: the new parameters to every rank
+
+Three policies decide what a rank keeps between steps (`model.optim.policy`):
+
+    replicated          every parameter; gathered after the update
+    gather_on_forward   its shards; gathered layer by layer in the step's first forward pass, kept for the rest of the step
+    gather_twice        its shards; gathered layer by layer in every forward and every backward pass (ZeRO-3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
+from jzero.optim import collectives
+from jzero.parallel import stack
+from jzero.train.layout import Layout, make_layout
+from jzero.train.micro_batches import Model, accumulate_gradients
+
+Batch = dict[str, Array]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes, and all that a checkpoint holds."""
+
+    step: Array  # int32 []: steps done
+    params: Any  # as the policy stores them: whole, or shards (Leaf.shard_shape)
+    opt: Any  # jzero.ZeroState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A model's training on a mesh, compiled. Made by `build_program`.
+
+    Attributes:
+        config: the run's configuration.
+        mesh: the device mesh.
+        model: pure functions of the model.
+        layout: how parameters are stored, gathered and scattered, and the optimizer that matches.
+        learning_rate: schedule, from the step count to a float32 scalar.
+    """
+
+    config: Any
+    mesh: Mesh
+    model: Model
+    layout: Layout
+    learning_rate: Callable[[Any], Any]
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """The state as `jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
+        params = self.layout.abstract_params()
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+        return TrainState(step, params, self.layout.tx.init(params))
+
+    @functools.cached_property
+    def specs(self) -> TrainState:
+        """The `PartitionSpec` of every array of the state."""
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
+
+    def init(self, seed: int | None = None) -> TrainState:
+        """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
+        key = jax.random.key(self.config.model.seed if seed is None else seed)
+
+        def build(key: Array) -> TrainState:
+            params = self.layout.store(self.model.init(key))
+            return TrainState(jnp.int32(0), params, self.layout.tx.init(params))
+
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        return jax.jit(build, out_shardings=shardings)(key)
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    def local_rows(self, size: int) -> slice:
+        """Which rows of a batch of `size` samples this process must provide to `place`."""
+        sharding = NamedSharding(self.mesh, batch_spec())
+        rows = [index[0] for index in sharding.addressable_devices_indices_map((size,)).values()]
+        return slice(min(r.start or 0 for r in rows), max(size if r.stop is None else r.stop for r in rows))
+
+    def place(self, batch: dict[str, np.ndarray]) -> Batch:
+        """This process's rows of a batch -> global arrays, split over replica and data.
+
+        Args:
+            batch: arrays [rows of this process, T].
+        """
+        sharding = NamedSharding(self.mesh, batch_spec())
+        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+
+    def abstract_batch(self, names: tuple[str, ...] = ("tokens", "labels", "loss_mask")) -> Batch:
+        """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
+        shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
+        sharding = NamedSharding(self.mesh, batch_spec())
+        dtype = lambda name: jnp.float32 if name == "loss_mask" else jnp.int32
+        return {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=sharding) for name in names}
+
+    # --- the compiled functions --------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+        """`(state, batch) -> (state, metrics)`, jitted; the state's buffers are donated.
+
+        Metrics are float32 scalars of this step: loss (mean over the batch's tokens), grad_norm (before clipping), lr.
+        """
+        mapped = jax.shard_map(
+            self._step, mesh=self.mesh, in_specs=(self.specs, batch_spec()), out_specs=(self.specs, PartitionSpec())
+        )
+        return jax.jit(mapped, donate_argnums=0, compiler_options=self.layout.compiler_options or None)
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[Any, Batch], tuple[Array, Array]]:
+        """`(params, batch) -> (sum of the tokens' losses, number of tokens)`, float32 scalars over the whole batch."""
+        mapped = jax.shard_map(
+            self._evaluate, mesh=self.mesh, in_specs=(self.specs.params, batch_spec()), out_specs=PartitionSpec()
+        )
+        return jax.jit(mapped)
+
+    @functools.cached_property
+    def logits(self) -> Callable[[Any, Array], Array]:
+        """`(params, tokens [B, T]) -> float32 [B, T, V]`: every rank computes all of it, for any B."""
+        mapped = jax.shard_map(
+            self._logits,
+            mesh=self.mesh,
+            in_specs=(self.specs.params, PartitionSpec()),
+            out_specs=PartitionSpec(),
+        )
+        return jax.jit(mapped)
+
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        """This rank's part of a step."""
+        batch = dict(batch)
+        rows = batch["tokens"].shape[0]
+        ranks = data_ranks(self.mesh)
+        batch["sample"] = state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
+        tokens = jax.lax.psum(jnp.sum(batch["loss_mask"]), BATCH_AXES)
+        # the gradient of this rank's own mean loss: the scatter takes the mean over the ranks
+        batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
+        loss, grads = accumulate_gradients(self.model, self.layout, state.params, batch, self.config.num_micro_batches)
+        own = self.layout.own_shards(state.params)
+        new, opt, norm = self.layout.tx.update_shards(jax.tree.leaves(grads), state.opt, own)
+        metrics = {
+            "loss": jax.lax.psum(loss, BATCH_AXES) / ranks,
+            "grad_norm": norm,
+            "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
+        }
+        return TrainState(state.step + 1, self.layout.keep(new), opt), metrics
+
+    def _evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+        weights = self.layout.start(params)
+        x = self.model.embed(weights.outer, batch, None)
+        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+        x = stack.apply(block, weights.blocks, x, self.layout.blocks, shards=weights.shards)
+        losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
+        return jax.lax.psum((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
+
+    def _logits(self, params: Any, tokens: Array) -> Array:
+        weights = self.layout.everywhere(params)
+        outer, blocks = self.layout.split(weights)
+        batch = {"tokens": tokens}
+        x = self.model.embed(outer, batch, None)
+        body = lambda x, layer: (self.model.block(layer[0], x, batch, None, layer[1]), None)
+        numbers = jnp.arange(self.config.model.num_layers, dtype=jnp.int32)
+        return self.model.logits(outer, jax.lax.scan(body, x, (blocks, numbers))[0])
+
+    # --- what the user sees before the first step --------------------------------------------------------------------
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Rows of a short table: parameters, bytes per device with and without ZeRO, mesh, policy."""
+        return self.layout.summary()
+
+
+def _batch_rank(mesh: Mesh) -> Array:
+    """Number of this rank among those that split the batch, replica-major."""
+    return jax.lax.axis_index("replica") * mesh.shape["data"] + jax.lax.axis_index("data")
+
+
+def build_program(config: Config, mesh: Mesh, vocab_size: int) -> Program:
+    """The training program of a configuration on a mesh. Nothing is compiled until it is called.
+
+    Args:
+        config: a validated configuration.
+        mesh: the device mesh, of CPUs, GPUs or described GPUs.
+        vocab_size: number of token ids, before padding.
+
+    Example:
+        >>> from jzero import make_mesh
+        >>> from jzero.train.config import Config
+        >>> program = build_program(Config(), make_mesh(devices=jax.devices()[:1]), 257)
+        >>> program.abstract.params["embedding"]["token"].shape
+        (384, 768)
+    """
+    model = functions(gpt_config(config, vocab_size))
+    learning_rate = schedule(config)
+    layout = make_layout(config, mesh, model.abstract, model.decay, learning_rate)
+    return Program(config, mesh, model, layout, learning_rate)
