@@ -1,0 +1,196 @@
+"""GPT: START HERE for the models. The configuration, the model as a Flax NNX module, and the same as pure functions.
+
+    tokens [B, T] → embedding → L × block → norm → head → logits [B, T, V]
+
+Parameters are a nested dict; those of the L equal blocks are stacked in front:
+
+    {"embedding": {"token": [V, D], "position": [longest T, D]},
+     "blocks": {"attention_norm": {"gain": [L, D], "bias": [L, D]},
+                "attention": {"qkv": {"weight": [L, D, G, R + 2, K], "bias"}, "out": {"weight": [L, H, K, D], "bias"}},
+                "mlp_norm": …, "mlp": {"up": {"weight": [L, D, F], "bias"}, "down": {"weight": [L, F, D], "bias"}}},
+     "final_norm": {"gain": [D], "bias": [D]},
+     "head": {"weight": [V, D]}}                               # where it is not tied to the embedding
+
+Letters: B batch, T sequence, D model, F feed-forward, G groups = heads of keys and values, R query heads of a group,
+H = G · R heads, K head width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.models import parameters
+from jzero.models.config import TransformerConfig
+from jzero.models.dropout import Dropout
+from jzero.models.layers import SAVED_BY_SELECTIVE, Block, Embedding, Norm, cross_entropy, project_to_vocabulary
+from jzero.models.parameters import Parameter, Tree
+
+Batch = Mapping[str, jax.Array]
+"""int32 [B, T] each: "tokens", "labels" (for losses), and optionally "positions" and "segments"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """A `TransformerConfig` (its arguments are documented there) with a language-modelling head.
+
+    Args:
+        share_embeddings_and_output_weights: use the token embedding as the head.
+
+    Example:
+        >>> config = GPTConfig(vocab_size=384, num_layers=4, hidden_size=128, num_attention_heads=4)
+        >>> config.ffn_width, config.head_width
+        (512, 32)
+    """
+
+    share_embeddings_and_output_weights: bool = True
+
+
+class Head(nnx.Module):
+    """The head's own table of token vectors."""
+
+    weight: nnx.Param  # [V, D]
+
+    @staticmethod
+    def parameters(config: TransformerConfig) -> Tree:
+        """Record of the table."""
+        shape, init = (config.vocab_size, config.hidden_size), parameters.normal(config.init_method_std)
+        return {"weight": Parameter(shape, ("vocab", "embed"), config.param_dtype, init)}
+
+    def __init__(self, values: Tree):
+        self.weight = nnx.Param(values["weight"])
+
+
+class GPT(nnx.Module):
+    """A GPT whose `nnx.state(model, nnx.Param)` is the tree of parameters described at the top of this file.
+
+    Args:
+        config: the architecture.
+        rngs: makes initial parameters from its stream `params`.
+        params: uses these instead: a nested dict of arrays.
+
+    Example:
+        >>> config = GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
+        >>> model = GPT(config, rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((1, 8), jnp.int32)).shape
+        (1, 8, 256)
+    """
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs | None = None, *, params: Tree | None = None):
+        if (rngs is None) == (params is None):
+            raise TypeError("GPT takes either rngs or params")
+        if params is None:
+            assert rngs is not None
+            params = parameters.initialize(describe(config), rngs.params())
+        self.config = config
+        self.embedding = Embedding(config, params["embedding"])
+        self.blocks = Block(config, params["blocks"])
+        self.final_norm = Norm(config, params["final_norm"])
+        self.head = None if config.share_embeddings_and_output_weights else Head(params["head"])
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        dropout: Dropout | None = None,
+    ) -> jax.Array:
+        """Scores of every next token.
+
+        Args:
+            tokens: int [B, T].
+            positions: int [B, T]; None: 0 … T-1.
+            segments: int [B, T]; tokens see only those of their own segment. None: all are one.
+            dropout: None: no dropout.
+
+        Returns:
+            Logits, float32 [B, T, V].
+        """
+        x = self.embedding(tokens, positions, dropout)
+        structure, layers = nnx.split(self.blocks)
+
+        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            values, index = layer
+            block = nnx.merge(structure, values)
+            return block(x, index=index, positions=positions, segments=segments, dropout=dropout), None
+
+        x, _ = jax.lax.scan(body, x, (layers, jnp.arange(self.config.num_layers)))
+        table = self.embedding.token if self.head is None else self.head.weight
+        return project_to_vocabulary(self.final_norm(x), table[...])
+
+
+def describe(config: GPTConfig) -> Tree:
+    """The nested dict of `Parameter` records from which all else about a GPT's parameters follows."""
+    tree = {
+        "embedding": Embedding.parameters(config),
+        "blocks": parameters.stack(Block.parameters(config), config.num_layers),
+        "final_norm": Norm.parameters(config),
+    }
+    return tree if config.share_embeddings_and_output_weights else {**tree, "head": Head.parameters(config)}
+
+
+class Functions(NamedTuple):
+    """A model as pure functions of plain dicts, for a training step that writes the scan over layers by hand.
+
+    `outer` is the tree of parameters without "blocks", `layer` one layer's part of "blocks" (no leading L).
+    """
+
+    abstract: Tree  # the parameters' tree, of jax.ShapeDtypeStruct
+    axes: Tree  # of tuples: a logical name or None per dimension
+    decay: Tree  # of bool: whether weight decay applies
+    init: Callable[[jax.Array], Tree]  # key -> parameters
+    embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
+    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index) -> x
+    losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
+    logits: Callable[[Tree, jax.Array], jax.Array]  # (outer, x) -> float32 [B, T, V]
+    selective_policy: Callable[..., Any]  # for jax.checkpoint(block): recompute the core of attention only
+
+
+def functions(config: GPTConfig) -> Functions:
+    """The pure functions of a GPT.
+
+    They have no collectives and run inside and outside of `jax.shard_map`; activations have the type of the embedding's
+    result. "selective" follows Korthikanti et al. (https://arxiv.org/abs/2205.05198).
+
+    Example:
+        >>> f = functions(GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2))
+        >>> params = f.init(jax.random.key(0))
+        >>> f.embed(params, {"tokens": jnp.zeros((1, 8), jnp.int32)}, None).shape
+        (1, 8, 32)
+    """
+    tree = describe(config)
+
+    def init(key: jax.Array) -> Tree:
+        return parameters.initialize(tree, key)
+
+    def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        return Embedding(config, outer["embedding"])(batch["tokens"], batch.get("positions"), dropout)
+
+    def block(layer: Tree, x: jax.Array, batch: Batch, dropout: Dropout | None, index: int | jax.Array) -> jax.Array:
+        context = {name: batch.get(name) for name in ("positions", "segments")}
+        return Block(config, layer)(x, index=index, dropout=dropout, **context)
+
+    def logits(outer: Tree, x: jax.Array) -> jax.Array:
+        tied = config.share_embeddings_and_output_weights
+        table = outer["embedding"]["token"] if tied else outer["head"]["weight"]
+        return project_to_vocabulary(Norm(config, outer["final_norm"])(x), table)
+
+    def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
+        return cross_entropy(logits(outer, x), batch["labels"])
+
+    return Functions(
+        abstract=parameters.abstract(tree),
+        axes=parameters.logical_axes(tree),
+        decay=parameters.decays(tree),
+        init=init,
+        embed=embed,
+        block=block,
+        losses=losses,
+        logits=logits,
+        selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
+    )
