@@ -126,7 +126,7 @@ class Config:
 
     @property
     def grad_sync_dtype(self) -> jnp.dtype | None:
-        """Type of the gradients on the wire; None leaves them as they are computed."""
+        """Type of the gradients on the wire; None is float32."""
         name = self.model.optim.grad_sync_dtype
         return None if name is None else _DTYPES[name]
 

@@ -75,7 +75,9 @@ class ExpManager:
 
     exp_dir: str = option("runs", "Folder of all runs.", check=_some_text)
     name: str = option("gpt", "Folder of this run, in exp_dir.", check=_some_text)
-    resume_if_exists: bool = option(True, "Continue from the latest checkpoint of the run's folder, if there is one.")
+    resume_if_exists: bool = option(
+        True, "Continue from the latest checkpoint in the run's folder; if false, the folder must be new."
+    )
     create_tensorboard_logger: bool = option(True, "Write TensorBoard files besides metrics.jsonl.")
     create_checkpoint_callback: bool = option(True, "Save checkpoints.")
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -145,9 +147,7 @@ class Optim:
     weight_decay: float = option(0.01, "Decoupled weight decay (AdamW).", at_least=0)
     betas: tuple[float, float] = option((0.9, 0.98), "Decay of the first and second moment.", at_least=0, below=1)
     eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
-    grad_sync_dtype: str | None = option(
-        None, "Gradients on the wire; null is the type they are computed in.", choices=("fp32", "bf16")
-    )
+    grad_sync_dtype: str | None = option(None, "Gradients on the wire; null is fp32.", choices=("fp32", "bf16"))
     param_sync_dtype: str | None = option(
         None, "Parameters on the wire; null is their own type.", choices=("fp32", "bf16")
     )

@@ -31,7 +31,7 @@ class Option:
     def limits(self) -> list[str]:
         """The limits in words, as the reference page and the errors print them."""
         bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below))
-        return [f"{word} {bound:g}" for word, bound in bounds if bound is not None]
+        return [f"{word} {bound}" for word, bound in bounds if bound is not None]
 
     def admits(self, value: Any) -> bool:
         """Whether a number, or every number of a tuple, is within the limits."""

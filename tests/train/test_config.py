@@ -195,7 +195,7 @@ def test_override_mistakes_name_the_override(override, message):
         ),
         (
             "model: {seed: '${.optim.lr}'}\n",
-            "model.seed: expected an integer, at least 0, at most 2.14748e+09, found 0.0002",
+            "model.seed: expected an integer, at least 0, at most 2147483647, found 0.0002",
         ),
         ("model: {seed: '${seed'}\n", "model.seed: not a valid interpolation"),
         ("model: {seed: '${.seed}'}\n", "model.seed: cannot resolve the interpolation"),
