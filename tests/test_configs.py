@@ -1,11 +1,14 @@
 """Every file of configs/ loads, is valid on the devices it asks for, and says only what differs from the defaults."""
 
+import math
 from pathlib import Path
 
+import jax
 import pytest
 from omegaconf import OmegaConf
 
-from jzero.train.config import Config, load_config, to_yaml
+from jzero.models.gpt import functions
+from jzero.train.config import Config, gpt_config, load_config, to_yaml
 from jzero.train.config_check import validate
 from jzero.train.options import keys
 
@@ -49,16 +52,19 @@ def _get(raw, key):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "hidden", "heads", "context", "devices"),
+    ("name", "layers", "hidden", "heads", "context", "devices", "parameters"),
     [
-        ("gpt_tiny", 4, 128, 4, 128, 4),
-        ("gpt2_124m", 12, 768, 12, 1024, 8),
-        ("gpt3_1.3b", 24, 2048, 16, 2048, 8),
-        ("gpt3_175b", 96, 12288, 96, 2048, 1024),
+        ("gpt_tiny", 4, 128, 4, 128, 4, 858_880),
+        ("gpt2_124m", 12, 768, 12, 1024, 8, 124_439_808 + 47 * 768),
+        ("gpt3_1.3b", 24, 2048, 16, 2048, 8, 1_315_819_520),
+        ("gpt3_175b", 96, 12288, 96, 2048, 1024, 174_604_836_864),
     ],
 )
-def test_published_sizes(name, layers, hidden, heads, context, devices):
+def test_published_sizes(name, layers, hidden, heads, context, devices, parameters):
+    """Parameters with the vocabulary padded: GPT-2 small is published with 50,257 tokens, here they are 50,304."""
     config = load_config(CONFIGS / f"{name}.yaml")
     m = config.model
     found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.encoder_seq_length, config.num_devices)
     assert found == (layers, hidden, heads, context, devices)
+    abstract = functions(gpt_config(config, m.vocab_size or 257)).abstract
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract)) == parameters

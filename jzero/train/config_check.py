@@ -1,17 +1,14 @@
 """The rules between keys that can be checked before anything is compiled; one function per subject."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from jzero.errors import JzeroError
+from jzero.train.config import Config, gpt_config
 from jzero.train.options import show
 from jzero.train.schedule import schedule
 
-if TYPE_CHECKING:
-    from jzero.train.config import Config
 
-
-def validate(config: "Config", n_devices: int | None = None) -> "Config":
+def validate(config: Config, n_devices: int | None = None) -> Config:
     """Check the rules between keys, and replace `trainer.devices=-1` by its number.
 
     Args:
@@ -42,7 +39,7 @@ def validate(config: "Config", n_devices: int | None = None) -> "Config":
     return config
 
 
-def _unsupported(config: "Config") -> None:
+def _unsupported(config: Config) -> None:
     """Features whose keys exist, so that their names are settled, but that this version cannot run."""
     m = config.model
     for key, value, only in (
@@ -55,7 +52,7 @@ def _unsupported(config: "Config") -> None:
             raise JzeroError(f"model.{key}: {show(value)} is not supported by this version; set it to {show(only)}")
 
 
-def _devices(config: "Config", n_devices: int | None) -> "Config":
+def _devices(config: Config, n_devices: int | None) -> Config:
     t = config.trainer
     if n_devices is None:
         if t.devices == -1:
@@ -77,7 +74,7 @@ def _devices(config: "Config", n_devices: int | None) -> "Config":
     return config
 
 
-def _layout(config: "Config") -> None:
+def _layout(config: Config) -> None:
     m = config.model
     pipeline, replica, tensor = m.pipeline_model_parallel_size, m.replica_parallel_size, m.tensor_model_parallel_size
     unit = pipeline * replica * tensor
@@ -90,7 +87,7 @@ def _layout(config: "Config") -> None:
         )
 
 
-def _batch(config: "Config") -> None:
+def _batch(config: Config) -> None:
     m = config.model
     unit = m.micro_batch_size * config.batch_parallel_size
     if m.global_batch_size % unit:
@@ -107,34 +104,17 @@ def _nearest(value: int, unit: int) -> str:
     return f"{low} or {low + unit}" if low else str(unit)
 
 
-def _model(config: "Config") -> None:
+def _model(config: Config) -> None:
     m = config.model
-    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
-        raise JzeroError(
-            f"model.hidden_size: {m.hidden_size} is not divisible by model.num_attention_heads "
-            f"{m.num_attention_heads}; nearest valid: {_nearest(m.hidden_size, m.num_attention_heads)}, "
-            "or set model.kv_channels"
-        )
-    groups = m.num_query_groups or m.num_attention_heads
-    if m.num_attention_heads % groups:
-        raise JzeroError(
-            f"model.num_query_groups: {groups} does not divide model.num_attention_heads {m.num_attention_heads}"
-        )
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.encoder_seq_length:
         raise JzeroError(
             f"model.max_position_embeddings: {m.max_position_embeddings} is below model.encoder_seq_length "
             f"{m.encoder_seq_length}; raise it, or set null"
         )
-    width = m.kv_channels or m.hidden_size // m.num_attention_heads
-    rotating = int(width * m.rotary_percentage)
-    if m.position_embedding_type == "rope" and (rotating < 2 or rotating % 2):
-        raise JzeroError(
-            f"model.rotary_percentage: {m.rotary_percentage:g} of {width} channels per head is {rotating}; "
-            "rope rotates pairs, so it must be an even number above 0"
-        )
+    gpt_config(config, None if m.vocab_size else 1)  # has the rules of the architecture, whatever the vocabulary
 
 
-def _precision(config: "Config") -> None:
+def _precision(config: Config) -> None:
     m, bf16 = config.model, config.trainer.precision == "bf16"
     if bf16 and not m.megatron_amp_O2:
         raise JzeroError(
@@ -145,16 +125,11 @@ def _precision(config: "Config") -> None:
         raise JzeroError(
             "model.attention_implementation: cudnn computes in 16 bits only; set trainer.precision=bf16, or auto or xla"
         )
-    if m.attention_implementation == "cudnn" and m.attention_dropout > 0:
-        raise JzeroError(
-            "model.attention_implementation: cudnn has no dropout, found model.attention_dropout "
-            f"{m.attention_dropout:g}; set it to 0, or use auto or xla"
-        )
     if m.optim.master == "fp32" and not bf16:
         raise JzeroError("model.optim.master: fp32 parameters (trainer.precision 32) are their own master; set auto")
 
 
-def _optimizer(config: "Config") -> None:
+def _optimizer(config: Config) -> None:
     o = config.model.optim
     if not o.overlap_grad_sync:
         raise JzeroError(
@@ -177,7 +152,7 @@ def _optimizer(config: "Config") -> None:
         raise JzeroError(f"model.grad_accumulation: sharded {needs}")
 
 
-def _data(config: "Config") -> None:
+def _data(config: Config) -> None:
     tokenizer, data = config.model.tokenizer, config.model.data
     if tokenizer.library == "tokenizers" and tokenizer.model is None:
         raise JzeroError("model.tokenizer.model: the library tokenizers needs the path of a tokenizer.json, found null")

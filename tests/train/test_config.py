@@ -1,5 +1,6 @@
 """Reading, overriding, refusing, deriving and writing a configuration."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jzero.errors import JzeroError
-from jzero.train.config import Config, Data, Model, Optim, Sched, Trainer, load_config, to_yaml
+from jzero.models.gpt import GPTConfig
+from jzero.train.config import Config, Data, Model, Optim, Sched, Trainer, gpt_config, load_config, to_yaml
 from jzero.train.config_check import validate
 from jzero.train.nemo_keys import HINTS
 from jzero.train.options import keys
@@ -264,7 +266,7 @@ def test_defaults_satisfy_their_own_limits():
     assert load_config(None, []) == Config()
 
 
-# Derived values and rules between keys
+# Derived values
 
 
 def test_derived_values():
@@ -322,141 +324,64 @@ def test_sync_dtypes():
     assert (config.grad_sync_dtype, config.param_sync_dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_validate_resolves_all_devices():
-    config = load_config(None, ["trainer.devices=-1", "trainer.num_nodes=2", "model.global_batch_size=32"])
-    with pytest.raises(JzeroError, match=r"trainer\.devices: expected a number of devices, found -1"):
-        _ = config.num_devices
-    resolved = validate(config, 8)
-    assert (resolved.trainer.devices, resolved.data_parallel_size) == (4, 8)
-    assert validate(resolved, 8) == resolved
-    assert validate(resolved) == resolved
+# The model's own configuration
 
 
-def test_fewer_devices_than_there_are_is_fine_on_one_node():
-    assert validate(load_config(None, ["trainer.devices=2"]), 8).num_devices == 2
+def test_gpt_config_takes_every_key_of_the_model():
+    overrides = [
+        "trainer.precision=32",
+        "model={encoder_seq_length: 64, num_layers: 3, hidden_size: 48, num_attention_heads: 4, num_query_groups: 2}",
+        "model={ffn_hidden_size: 80, kv_channels: 8, init_method_std: 0.5, use_scaled_init_method: false}",
+        "model={hidden_dropout: 0.25, attention_dropout: 0.5, normalization: rmsnorm, layernorm_epsilon: 1e-3}",
+        "model={activation: swiglu, position_embedding_type: rope, rotary_base: 500, rotary_percentage: 0.5}",
+        "model={bias: false, share_embeddings_and_output_weights: false, attention_implementation: xla}",
+        "model.do_layer_norm_weight_decay=true",
+        "model.make_vocab_size_divisible_by=100",
+    ]
+    found = gpt_config(load_config(None, overrides), 257)
+    assert found == GPTConfig(
+        vocab_size=300,
+        num_layers=3,
+        hidden_size=48,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        ffn_hidden_size=80,
+        num_query_groups=2,
+        kv_channels=8,
+        init_method_std=0.5,
+        use_scaled_init_method=False,
+        hidden_dropout=0.25,
+        attention_dropout=0.5,
+        normalization="rmsnorm",
+        layernorm_epsilon=1e-3,
+        activation="swiglu",
+        bias=False,
+        position_embedding_type="rope",
+        rotary_base=500.0,
+        rotary_percentage=0.5,
+        attention_implementation="xla",
+        do_layer_norm_weight_decay=True,
+        param_dtype=jnp.dtype("float32"),
+        share_embeddings_and_output_weights=False,
+    )
+    defaults = gpt_config(Config(), 257)
+    kept = {f.name for f in dataclasses.fields(GPTConfig) if getattr(found, f.name) == getattr(defaults, f.name)}
+    assert not kept, "every field must be seen to change"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "n_devices", "message"),
-    [
-        (
-            ["trainer.devices=4", "model.global_batch_size=24"],
-            4,
-            "model.global_batch_size: 24 is not divisible by model.micro_batch_size 4 × data-parallel size 4 = 16; "
-            "nearest valid: 16 or 32",
-        ),
-        (["trainer.devices=4"], 4, "4 × data-parallel size 4 = 16; nearest valid: 16"),
-        (
-            ["trainer.devices=4", "model.replica_parallel_size=2"],
-            4,
-            "model.micro_batch_size 4 × data-parallel size 4 = 16; nearest valid: 16",
-        ),
-        (
-            ["trainer.devices=6", "model.replica_parallel_size=4"],
-            6,
-            "trainer.devices × trainer.num_nodes = 6 is not divisible by model.tensor_model_parallel_size 1 × "
-            "model.pipeline_model_parallel_size 1 × model.replica_parallel_size 4 = 4; nearest valid: 4 or 8 devices",
-        ),
-        (["trainer.devices=4"], 2, "trainer.devices: 4 × trainer.num_nodes 1 = 4 devices, but there are 2"),
-        (["trainer.num_nodes=2"], 4, "trainer.devices: 1 × trainer.num_nodes 2 = 2 devices, but there are 4"),
-        (
-            ["trainer.devices=-1", "trainer.num_nodes=3"],
-            8,
-            "trainer.num_nodes: 8 devices cannot be split evenly over 3",
-        ),
-        (["trainer.devices=-1"], None, "trainer.devices: -1 stands for all devices, but none are known here"),
-        (
-            ["model.tensor_model_parallel_size=2"],
-            8,
-            "model.tensor_model_parallel_size: 2 is not supported by this version; set it to 1",
-        ),
-        (["model.pipeline_model_parallel_size=2"], 8, "model.pipeline_model_parallel_size: 2 is not supported"),
-        (["model.virtual_pipeline_model_parallel_size=2"], 8, "2 is not supported by this version; set it to null"),
-        (["model.sequence_parallel=true"], 8, "model.sequence_parallel: true is not supported by this version"),
-        (
-            ["model.hidden_size=770"],
-            1,
-            "model.hidden_size: 770 is not divisible by model.num_attention_heads 12; nearest valid: 768 or 780",
-        ),
-        (["model.num_query_groups=5"], 1, "model.num_query_groups: 5 does not divide model.num_attention_heads 12"),
-        (["model.num_query_groups=24"], 1, "model.num_query_groups: 24 does not divide"),
-        (
-            ["model.max_position_embeddings=100"],
-            1,
-            "model.max_position_embeddings: 100 is below model.encoder_seq_length 512",
-        ),
-        (
-            ["model.position_embedding_type=rope", "model.rotary_percentage=0.3"],
-            1,
-            "model.rotary_percentage: 0.3 of 64 channels per head is 19",
-        ),
-        (["model.position_embedding_type=rope", "model.kv_channels=9"], 1, "1 of 9 channels per head is 9"),
-        (["model.megatron_amp_O2=false"], 1, "model.megatron_amp_O2: trainer.precision bf16 keeps the weights in bf16"),
-        (
-            ["model.attention_implementation=cudnn", "trainer.precision=32"],
-            1,
-            "model.attention_implementation: cudnn computes in 16 bits only",
-        ),
-        (
-            ["model.attention_implementation=cudnn"],
-            1,
-            "cudnn has no dropout, found model.attention_dropout 0.1",
-        ),
-        (
-            ["model.optim.master=fp32", "trainer.precision=32"],
-            1,
-            "model.optim.master: fp32 parameters (trainer.precision 32) are their own master",
-        ),
-        (["model.optim.overlap_grad_sync=false"], 1, "model.optim.overlap_grad_sync: gradients are always reduced"),
-        (
-            ["model.optim.overlap_param_sync=true", "model.optim.policy=replicated"],
-            1,
-            "model.optim.policy: replicated contradicts model.optim.overlap_param_sync true",
-        ),
-        (
-            ["model.optim.name=fused_adam", "model.optim.policy=gather_twice"],
-            1,
-            "model.optim.policy: gather_twice needs the sharded state of model.optim.name=distributed_fused_adam",
-        ),
-        (
-            ["model.optim.name=fused_adam", "model.optim.overlap_param_sync=true"],
-            1,
-            "model.optim.overlap_param_sync: true needs the sharded state",
-        ),
-        (
-            ["model.optim.name=fused_adam", "model.optim.param_sync_dtype=bf16"],
-            1,
-            "model.optim.param_sync_dtype: bf16 needs the sharded state",
-        ),
-        (
-            ["model.optim.name=fused_adam", "model.grad_accumulation=sharded"],
-            1,
-            "model.grad_accumulation: sharded needs the sharded state",
-        ),
-        (["model.optim.lr=1e-6"], 1, "model.optim.lr: 1e-06 is below model.optim.sched.min_lr 2e-05"),
-        (["model.tokenizer.library=tokenizers"], 1, "model.tokenizer.model: the library tokenizers needs the path"),
-        (["model.tokenizer.model=t.json"], 1, "model.tokenizer.model: the library bytes reads no file, found t.json"),
-        (
-            ["model.tokenizer.library=tokenizers", "model.tokenizer.model=t.json"],
-            1,
-            "model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library tokenizers",
-        ),
-        (
-            ["model.tokenizer={library: tokenizers, model: t.json}", "model.data.data_prefix=[1, a, 2, stdlib]"],
-            1,
-            "model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library tokenizers",
-        ),
-    ],
-)
-def test_rules_between_keys(overrides, n_devices, message):
-    config = load_config(None, overrides)
-    with pytest.raises(JzeroError) as error:
-        validate(config, n_devices)
-    assert message in one_line(error)
+def test_defaults_of_the_model_are_those_of_the_file():
+    assert gpt_config(load_config(None, ["trainer.precision=32"]), 384) == GPTConfig(vocab_size=384)
+    assert gpt_config(Config(), 1).param_dtype == jnp.bfloat16
 
 
-def test_the_default_configuration_is_valid_without_zero_too():
-    assert validate(load_config(None, ["model.optim.name=fused_adam"]), 1).zero is False
+def test_vocabulary():
+    fixed = load_config(None, ["model.vocab_size=50257", "model.max_position_embeddings=1000"])
+    assert gpt_config(fixed).vocab_size == gpt_config(fixed, 300).vocab_size == 50304
+    assert gpt_config(fixed).max_position_embeddings == 1000
+    with pytest.raises(JzeroError, match=r"model\.vocab_size: expected at least the tokenizer's 50258, found 50257"):
+        gpt_config(fixed, 50258)
+    with pytest.raises(JzeroError, match=r"model\.vocab_size: expected a number of tokens where there is no tokenizer"):
+        gpt_config(Config())
 
 
 # The reference page
