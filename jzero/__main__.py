@@ -1,0 +1,7 @@
+"""`python -m jzero`."""
+
+import sys
+
+from jzero.cli import main
+
+sys.exit(main())

@@ -1,0 +1,106 @@
+"""The command `jzero`: reads its arguments, calls, prints.
+
+Exit codes: 0 done (also after SIGTERM or Ctrl-C, when the run was saved and the same command continues it); 2 a mistake
+in what was asked for, with one line on standard error that begins with "jzero:".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jzero.errors import JzeroError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code.
+
+    Args:
+        argv: the arguments; default: those of the process.
+
+    Example:
+        >>> main(["data", "build", "--input", "no-such-file", "--tokenizer", "bytes", "--output", "out"])
+        2
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except JzeroError as error:
+        print(f"jzero: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from jzero.train.config import load_config
+    from jzero.train.loop import train
+
+    train(load_config(arguments.config, arguments.overrides))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from jzero.train.generate import generate_from_run
+
+    pieces = generate_from_run(
+        arguments.run_folder,
+        arguments.prompt,
+        checkpoint=arguments.checkpoint,
+        note=lambda text: print(text, file=sys.stderr),
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    from jzero.data.text import build
+
+    built = build(arguments.input, arguments.tokenizer, arguments.output)
+    print(f"{arguments.output}: {built.documents:,} documents, {built.tokens:,} tokens")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("jzero", description="Trains GPT models in JAX with a sharded optimizer.")
+    parser.add_argument("--version", action="version", version=f"jzero {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model, or continue a run that was stopped")
+    train.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/gpt_tiny.yaml")
+    train.add_argument("overrides", metavar="key=value", nargs="*", help="overrides, such as model.optim.lr=1e-3")
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser("generate", help="continue a text with a trained model")
+    generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/gpt_tiny")
+    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default 0.8)")
+    generate.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all (default 50)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.add_argument("--checkpoint", default="best", help="best, last, or a step (default best)")
+    generate.set_defaults(run=_generate)
+
+    data = commands.add_parser("data", help="prepare data").add_subparsers(required=True, metavar="COMMAND")
+    build = data.add_parser("build", help="tokenize text files into one indexed file")
+    build.add_argument("--input", metavar="FILE", nargs="+", required=True, help="text files, or .jsonl with key text")
+    build.add_argument("--tokenizer", required=True, help='"bytes", or the path of a tokenizer.json')
+    build.add_argument("--output", metavar="PREFIX", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    build.set_defaults(run=_build)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("jzero")
+    except PackageNotFoundError:  # run from a checkout
+        from jzero import __version__
+
+        return __version__

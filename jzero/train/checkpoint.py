@@ -1,0 +1,359 @@
+"""Checkpoints of a run: saved while training goes on, restored straight into their shards, and checked bit for bit.
+
+A checkpoint `checkpoints/<step>` holds two trees written by Orbax, `params` and `optimizer` (everything else of the
+state), and a JSON record beside them: the step, the position in the data, the model's configuration and a *fingerprint*
+of each leaf (the sum of its bits as integers, modulo 2^32: the same on any mesh, as integer addition has no rounding).
+After a restore the fingerprints are computed again: a leaf that was not read, or read wrongly, is an error and not a
+bad run. (Orbax itself reads a file with a flipped bit without a word.)
+
+Which checkpoints stay: the last k, and the best k by validation loss. One that was being written when the process died
+is removed on the next start; one that cannot be read is set aside, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from jzero.errors import JzeroError
+from jzero.train.files import disk_errors
+from jzero.train.state_tree import fingerprints, first_difference, join, nested, split, unsplit
+
+Record = dict[str, Any]
+
+# Keys of the model's configuration that decide what its numbers mean. (Others may change between two parts of a run.)
+_MEANING = {
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "layernorm_epsilon", "activation", "bias", "transformer_block_type", "position_embedding_type",
+    "rotary_base", "rotary_percentage", "share_embeddings_and_output_weights", "vocab_size",
+    "library",
+}  # fmt: skip
+
+# Orbax logs the traceback of every failed thread; each of those failures is raised here as well, as one line.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+class UnreadableError(Exception):
+    """A checkpoint whose files cannot be read back as they were written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder.
+
+    Args:
+        folder: the run folder; checkpoints lie in `folder/checkpoints`.
+        top_k: how many to keep by lowest validation loss (-1: all, 0: none for that reason).
+        last_k: how many of the newest to keep, at least 1.
+        async_save: write in the background; the next save, `wait` or `close` waits for it.
+        note: called with one line where something was ignored or set aside.
+        read_only: only look; whatever another process is writing there is left alone.
+
+    Example:
+        >>> import tempfile
+        >>> from typing import NamedTuple
+        >>> import jax.numpy as jnp
+        >>> class State(NamedTuple):
+        ...     step: jax.Array
+        ...     params: dict
+        >>> state = State(jnp.int32(3), {"w": jnp.ones(4)})
+        >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
+        >>> checkpoints.save(3, state, {"model": {"hidden_size": 4}})
+        >>> checkpoints.wait()
+        >>> abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        >>> restored, record = checkpoints.restore(abstract)
+        >>> int(restored.step), record["step"]
+        (3, 3)
+        >>> checkpoints.close()
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        top_k: int = 10,
+        last_k: int = 1,
+        async_save: bool = True,
+        note: Callable[[str], None] = print,
+        read_only: bool = False,
+    ):
+        if last_k < 1:
+            raise JzeroError(f"exp_manager.checkpoint.save_last_k: expected at least 1, found {last_k}")
+        self.folder = folder / "checkpoints"
+        self._policy = _Keep(top_k, last_k)
+        self._async = async_save
+        self._note = note
+        self._writing: Any = None
+        self._is_main = jax.process_index() == 0
+        if self._is_main and not read_only:
+            self._remove_unfinished(lambda name: note(f"ignored checkpoint {name}: it was not finished"))
+        self._orbax = self._open()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the finished checkpoints, ascending."""
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def best(self) -> list[int]:
+        """The steps that have a validation loss, best first (the later one of two equal ones first)."""
+        losses = [(c.metrics["val_loss"], -c.step) for c in self._orbax.checkpoints if c.metrics]  # type: ignore[index]
+        return [-step for _, step in sorted(losses)]
+
+    def save(self, step: int, state: Any, record: Mapping[str, Any], *, val_loss: float | None = None) -> None:
+        """Saves a state; returns as soon as it may be donated to the next step.
+
+        Args:
+            step: the number of steps done, the checkpoint's name.
+            state: a NamedTuple of arrays with a field `params`.
+            record: JSON values to keep beside it. `step` and `fingerprints` are added.
+            val_loss: what the best checkpoints are chosen by; None: not a candidate.
+
+        Raises:
+            JzeroError: the disk is full or cannot be written (also when that happened to the previous save in the
+                background); nothing half-written stays.
+        """
+        self.wait()
+        trees = split(state)
+        full = {**record, "step": step, "fingerprints": fingerprints(trees)}
+        metrics: Any = None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss}
+        with self._cleaned_up():
+            self._writing = self._orbax.save_checkpointables_async(
+                step, trees, custom_metadata=full, metrics=metrics, force=True
+            )
+        if not self._async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save in the background, if there is one; raises what became of it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._cleaned_up():
+                writing.result()
+
+    def close(self) -> None:
+        """Waits for the save in the background and lets Orbax go."""
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+
+    def restore(self, abstract: Any, model: Record | None = None) -> tuple[Any, Record] | None:
+        """The newest checkpoint that can be read, as arrays with the shardings of `abstract`.
+
+        Args:
+            abstract: the state as `jax.ShapeDtypeStruct`s with shardings.
+            model: the configuration of the model now, compared with the saved one; None: not compared.
+
+        Returns:
+            (state, record), or None if there is no checkpoint.
+
+        Raises:
+            JzeroError: the checkpoint is of another model, or checkpoints exist and none can be read.
+        """
+        self.wait()
+        tried = []
+        while self.steps:
+            step = self.steps[-1]
+            try:
+                return self._read(step, abstract, model)
+            except UnreadableError as error:
+                tried.append(step)
+                self._set_aside(step, str(error))
+        if tried:
+            raise JzeroError(
+                f"{self.folder}: expected a readable checkpoint, found none (steps {', '.join(map(str, tried))} are "
+                f"damaged and were moved to {self.folder.parent / 'unreadable_checkpoints'}); train under another "
+                "exp_manager.name to start again"
+            )
+        return None
+
+    def restore_params(self, abstract: Any, step: int) -> Any:
+        """The parameters of one checkpoint, as arrays with the shardings of `abstract` (any mesh).
+
+        Raises:
+            JzeroError: they are of another model.
+            UnreadableError: they cannot be read.
+        """
+        record, shapes = self._describe(step)
+        wanted = {"params": nested(abstract)}
+        _check_same(self.folder / str(step), wanted, {"params": shapes["params"]}, record, None)
+        return join(abstract, self._load(step, wanted, record)["params"])
+
+    def _read(self, step: int, abstract: Any, model: Record | None) -> tuple[Any, Record]:
+        record, shapes = self._describe(step)
+        wanted = split(abstract)
+        _check_same(self.folder / str(step), wanted, shapes, record, model)
+        state = unsplit(abstract, self._load(step, wanted, record))
+        if int(state.step) != step:
+            raise UnreadableError(f"it holds step {int(state.step)}")
+        return state, record
+
+    def _describe(self, step: int) -> tuple[Record, dict[str, Any]]:
+        """The record of a checkpoint and its trees of shapes, without reading arrays."""
+        metadata = _reading(lambda: self._orbax.checkpointables_metadata(step))
+        record: Any = metadata.custom_metadata
+        if not record or record.get("step") != step or set(metadata.metadata) < {"params", "optimizer"}:
+            raise UnreadableError("missing files")
+        return dict(record), dict(metadata.metadata)
+
+    def _load(self, step: int, wanted: dict[str, Any], record: Record) -> dict[str, Any]:
+        loaded = _reading(lambda: self._orbax.load_checkpointables(step, wanted))
+        for path, bits in fingerprints({name: loaded[name] for name in wanted}).items():
+            if record["fingerprints"].get(path) != bits:
+                raise UnreadableError(f"other bits than were saved in {path}")
+        return loaded
+
+    def _open(self) -> ocp.training.Checkpointer:
+        with disk_errors(f"checkpoints {self.folder}"):
+            return ocp.training.Checkpointer(str(self.folder.absolute()), preservation_policy=self._policy)
+
+    def _set_aside(self, step: int, why: str) -> None:
+        aside = self.folder.parent / "unreadable_checkpoints"
+        self._note(f"ignored checkpoint {step}: {why}; moved to {aside}")
+        self._orbax.close()
+        if self._is_main:
+            shutil.rmtree(aside / str(step), ignore_errors=True)
+            aside.mkdir(exist_ok=True)
+            (self.folder / str(step)).rename(aside / str(step))
+        multihost_utils.sync_global_devices("jzero: checkpoint set aside")
+        self._orbax = self._open()
+
+    def _remove_unfinished(self, report: Callable[[str], None] = lambda name: None) -> None:
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            report(path.name)
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Around a save: an error of the disk becomes one line, and what was half-written is removed."""
+        try:
+            with disk_errors(f"checkpoint in {self.folder}"):
+                yield
+        except BaseException:
+            self._remove_unfinished()
+            raise
+
+
+def load_params(run: Path, abstract: Any, which: str = "best", note: Callable[[str], None] = print) -> Any:
+    """The parameters of a run, as arrays with the shardings of `abstract` (any mesh, any machine).
+
+    Args:
+        run: the run folder.
+        abstract: the parameters as `jax.ShapeDtypeStruct`s with shardings.
+        which: "best" by validation loss (the last, if none has one), "last", or a step.
+        note: called with one line for each checkpoint that cannot be read; the next candidate is taken.
+
+    Raises:
+        JzeroError: there is no such checkpoint, none can be read, or it is of another model.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise JzeroError(f"{run}: expected checkpoints, found none; was exp_manager.create_checkpoint_callback on?")
+    checkpoints = Checkpoints(run, note=note, read_only=True)
+    try:
+        newest = checkpoints.steps[::-1]
+        candidates = {"best": [*dict.fromkeys([*checkpoints.best(), *newest])], "last": newest}.get(which)
+        if candidates is None:
+            candidates = [step for step in newest if str(step) == which]
+        for step in candidates:
+            try:
+                return checkpoints.restore_params(abstract, step)
+            except UnreadableError as error:
+                note(f"ignored checkpoint {step}: {error}")
+        raise JzeroError(f"{run}: expected a readable checkpoint '{which}', found only steps {checkpoints.steps}")
+    finally:
+        checkpoints.close()
+
+
+def _reading(read: Callable[[], Any]) -> Any:
+    """Calls `read`; whatever a damaged checkpoint makes Orbax raise becomes UnreadableError."""
+    with _no_echo():
+        try:
+            return read()
+        except (jax.errors.JaxRuntimeError, MemoryError):  # a device's trouble, not the file's
+            raise
+        except Exception as error:
+            why = " ".join(str(error).split())[:120]
+        time.sleep(0.1)  # other coroutines of the same read are still failing in Orbax's threads
+        gc.collect()
+    raise UnreadableError(why)
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keeps quiet the coroutines that Orbax leaves behind, each of which reports the same failure once more."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook
+
+
+class _Keep:
+    """Orbax's question which checkpoints stay: the last few, and the best few by validation loss."""
+
+    def __init__(self, top_k: int, last_k: int):
+        self._top_k, self._last_k = top_k, last_k
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """For each checkpoint, oldest first, whether it stays."""
+        best = sorted((c.metrics["val_loss"], -c.step) for c in checkpoints if c.metrics)
+        stay = {-step for _, step in (best if self._top_k < 0 else best[: self._top_k])}
+        stay.update(c.step for c in checkpoints[-self._last_k :])
+        return [c.step in stay for c in checkpoints]
+
+
+def _check_same(folder: Path, expected: Any, found: Any, record: Record, now: Record | None) -> None:
+    """Raises where a checkpoint is of another model: a leaf differs, or a key that decides what the leaves mean."""
+    saved = record.get("model") or {}
+    keys = [key for key in changed_keys(saved, now or saved) if key.rpartition(".")[2] in _MEANING]
+    hint = ", ".join(f"model.{key} was {_at(saved, key)}, is {_at(now, key)}" for key in keys[:3])
+    difference = None
+    for name in expected:
+        difference = difference or first_difference(expected[name], found[name], name)
+    if difference is None and keys:
+        difference = (f"model.{keys[0]}", str(_at(now, keys[0])), str(_at(saved, keys[0])))
+        hint = "the same shapes mean another model"
+    if difference:
+        path, want, have = difference
+        why = hint or f"it was saved on the mesh {record.get('mesh')}"
+        raise JzeroError(
+            f"checkpoint {folder} is of another model: {path}: expected {want}, found {have} ({why}); "
+            "restore the old settings or train under another exp_manager.name"
+        )
+
+
+def changed_keys(saved: Record, now: Record) -> list[str]:
+    """The dotted keys whose values differ between two nested records.
+
+    Example:
+        >>> changed_keys({"optim": {"lr": 1e-3}, "seed": 1}, {"optim": {"lr": 2e-3}, "seed": 1})
+        ['optim.lr']
+    """
+    before, after = dict(_flat(saved)), dict(_flat(now))
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _at(record: Record | None, key: str) -> Any:
+    return dict(_flat(record or {})).get(key)

@@ -1,0 +1,113 @@
+"""The devices a run trains on: accelerators if there are any, else virtual CPU devices, over one or many hosts.
+
+One process per host. Several hosts find each other through Slurm, Open MPI, Kubernetes or TPU metadata (JAX reads
+them), or through JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jzero.errors import JzeroError
+from jzero.mesh import make_mesh
+from jzero.train.config import Config, Trainer
+from jzero.train.config_check import validate
+
+# What the kernel shows where there is an accelerator: NVIDIA, AMD, WSL, TPU. Looking costs nothing; asking JAX would
+# start (or time out in) every installed plugin.
+_DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dxg", "accel0", "accel/accel0", "vfio/0")
+
+
+def accelerator_present(dev: Path = Path("/dev")) -> bool:
+    """Whether the kernel shows an accelerator that JAX may have a plugin for.
+
+    Args:
+        dev: the folder of device files.
+
+    Example:
+        >>> accelerator_present(Path("/nowhere"))
+        False
+    """
+    return any((dev / name).exists() for name in _DEVICE_FILES)
+
+
+def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
+    """Makes JAX ready for a run, before its first use: joins the other hosts, creates virtual CPU devices.
+
+    The platforms set by JAX_PLATFORMS (or `jax.config.jax_platforms`) are kept. Without them, and without an
+    accelerator, the platform is the CPU. There, as many virtual devices as the configuration asks for are created; if
+    JAX was used before, it is left as it is.
+
+    Args:
+        trainer: the section of the configuration.
+        note: called with one line that says what the run trains on, where that is not accelerators.
+
+    Returns:
+        The number of devices of all hosts.
+
+    Raises:
+        JzeroError: the hosts cannot find each other.
+    """
+    if not _platforms() and not accelerator_present():
+        _try_update("jax_platforms", "cpu")
+    if _platforms().split(",")[0] == "cpu":
+        created = trainer.devices > 0 and _try_update("jax_num_cpu_devices", trainer.devices)
+        if created and trainer.devices > 1:
+            note(f"no accelerator in use: training on {trainer.devices} virtual CPU devices of this machine")
+        elif created:
+            note("no accelerator in use: training on the CPU")
+    if trainer.num_nodes > 1 and not jax.distributed.is_initialized():
+        _join_hosts(trainer.num_nodes)
+    return len(jax.devices())
+
+
+def build_mesh(config: Config, note: Callable[[str], None] = print) -> tuple[Config, jax.sharding.Mesh]:
+    """The validated configuration (`trainer.devices` a number) and its mesh over the first devices there are.
+
+    Raises:
+        JzeroError: the configuration contradicts itself or needs more devices than there are.
+    """
+    config = validate(config, start_devices(config.trainer, note))
+    sizes = config.mesh_shape
+    devices = jax.devices()[: config.num_devices]
+    mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=devices)
+    return config, mesh
+
+
+def _platforms() -> str:
+    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+
+
+def _try_update(key: str, value: str | int) -> bool:
+    """Sets a value of JAX's configuration; False if JAX's devices are in use already."""
+    try:
+        jax.config.update(key, value)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _join_hosts(num_nodes: int) -> None:
+    numbers = {}
+    for key, name in (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID")):
+        if name in os.environ:
+            try:
+                numbers[key] = int(os.environ[name])
+            except ValueError:
+                raise JzeroError(f"{name}: expected a number, found {os.environ[name]!r}") from None
+    try:
+        jax.distributed.initialize(**numbers)
+    except (ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise JzeroError(
+            f"trainer.num_nodes: expected {num_nodes} hosts to find each other, found: {why}; "
+            "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or start under Slurm or Open MPI"
+        ) from error
+    if jax.process_count() != num_nodes:
+        raise JzeroError(
+            f"trainer.num_nodes: expected {num_nodes} processes, one per host, found {jax.process_count()}"
+        )

@@ -1,0 +1,334 @@
+"""The training loop: `train(config)`.
+
+    devices, mesh, data, program        nothing is written yet, so a mistake leaves nothing behind
+    run folder, checkpoint or init      the folder is locked; metrics after the checkpoint's step are cut
+    steps, evaluations, checkpoints     each line of metrics stands before the checkpoint that covers it
+    final evaluation, checkpoint, text
+
+A run is a function of its configuration: the state (parameters, optimizer, step) and the step decide what comes next,
+so a run that was killed and started again gives the same numbers as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero.data.loader import batches, build_datasets, config_tokenizer
+from jzero.errors import JzeroError
+from jzero.train.checkpoint import Checkpoints, changed_keys
+from jzero.train.config import Config, to_yaml
+from jzero.train.devices import build_mesh
+from jzero.train.files import RunFolder, disk_errors, write_atomic
+from jzero.train.generate import generate
+from jzero.train.metrics import Metrics, Record
+from jzero.train.progress import Reporter
+from jzero.train.signals import StopSignals
+from jzero.train.step import build_program
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    run: Path  # its folder
+    step: int  # steps done, over all its starts
+    loss: float | None  # of the last step; None if this start did none
+    val_loss: float | None  # of the last evaluation
+    stopped: bool  # a signal ended it before max_steps; the same command continues it
+    sample: str | None  # the text at the end
+    state: Any  # TrainState
+    program: Any
+
+
+def train(config: Config) -> TrainResult:
+    """Trains a model as a configuration says, from its last checkpoint if there is one.
+
+    SIGTERM, or Ctrl-C once, ends the run after the current step with a checkpoint; a second Ctrl-C ends it at once.
+
+    Args:
+        config: from `load_config`.
+
+    Returns:
+        A `TrainResult`; the files are in `exp_manager.exp_dir/exp_manager.name`.
+
+    Raises:
+        JzeroError: something asked for cannot be done: the mesh, the data, the run folder, the checkpoint or the disk.
+
+    Example:
+        >>> from jzero.train.config import load_config
+        >>> result = train(load_config("configs/gpt_tiny.yaml", ["trainer.max_steps=2"]))  # doctest: +SKIP
+    """
+    reporter = Reporter(total=config.trainer.max_steps, every=config.trainer.log_every_n_steps)
+    config, mesh = build_mesh(config, reporter.note)
+    is_main = jax.process_index() == 0
+    reporter.console.quiet = not is_main
+    path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
+    tokenizer = config_tokenizer(config)
+    with disk_errors(f"run {path}"):
+        data = build_datasets(config, tokenizer)
+        program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
+        with RunFolder(path, writer=is_main) as folder:
+            return Run(config, program, data, tokenizer, folder, reporter).run()
+
+
+class Run:
+    """One start of a run: what its steps share.
+
+    Args:
+        config: validated, with a number of devices.
+        program: of `jzero.train.step.build_program`.
+        data: the datasets by split, of `jzero.data.loader.build_datasets`.
+        tokenizer: for the text at the end.
+        folder: the run folder, entered.
+        report: what the user sees.
+    """
+
+    def __init__(self, config: Config, program: Any, data: Any, tokenizer: Any, folder: RunFolder, report: Reporter):
+        self.config, self.program, self.tokenizer = config, program, tokenizer
+        self.folder, self.report = folder, report
+        self.batch_size = config.model.global_batch_size
+        self.rows = program.local_rows(self.batch_size)
+        self.train_data, self.val_data, self.val_batches = data["train"], *_validation(config, data["validation"])
+        self.on_cpu = program.mesh.devices.flat[0].platform == "cpu"
+        self.in_flight: deque[tuple[int, Record, float]] = deque()  # (step, metrics on the device, when it was given)
+        self.done_at = 0.0
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self.val_step = 0  # of the last evaluation
+        self.checkpoints: Checkpoints | None = None
+        self.metrics: Metrics | None = None
+        self.checkpoints = _open_checkpoints(config, folder.path, report.note)
+        try:
+            self.state, self.step = self._restore_or_init()
+            jax.block_until_ready(self.state)
+            self.metrics = _open_metrics(config, folder, self.step)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def run(self) -> TrainResult:
+        """Everything from the table to the text."""
+        try:
+            if self.folder.writer:
+                write_atomic(self.folder.path / "config.yaml", to_yaml(self.config))
+            self.report.table(self.program.summary())
+            with StopSignals() as stop, self.report:
+                self._steps(stop)
+            sample = None if stop.seen else self._sample()
+            self._finish()
+        except BaseException:
+            self._abandon()
+            raise
+        return TrainResult(
+            run=self.folder.path,
+            step=self.step,
+            loss=self.loss,
+            val_loss=self.val_loss,
+            stopped=stop.seen,
+            sample=sample,
+            state=self.state,
+            program=self.program,
+        )
+
+    def _restore_or_init(self) -> tuple[Any, int]:
+        """The state and the number of steps it has behind it."""
+        model = plain(self.config.model)
+        restored = self.checkpoints and self.checkpoints.restore(self.program.abstract, model)
+        if not restored:
+            if (self.folder.path / "metrics.jsonl").exists():
+                self.report.note(f"no checkpoint in {self.folder.path}: starting again from step 0")
+            return self.program.init(), 0
+        state, record = restored
+        if record["samples"] != record["step"] * self.batch_size:
+            raise JzeroError(
+                f"model.global_batch_size: expected {record['samples'] // record['step']} as in checkpoint "
+                f"{record['step']}, found {self.batch_size}; the position in the data is a number of batches"
+            )
+        self.val_loss, self.val_step = record["val_loss"], record["val_step"]
+        changed = [f"model.{key}" for key in changed_keys(record["model"], model)]
+        self.report.note(
+            f"continuing from step {record['step']}" + (f"; changed since: {', '.join(changed)}" if changed else "")
+        )
+        return state, record["step"]
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _steps(self, stop: StopSignals) -> None:
+        """Steps, evaluations and checkpoints until `max_steps` or a signal."""
+        trainer = self.config.trainer
+        self._evaluate_if_due(stop)  # the signal that stopped the run may have cut this evaluation short
+        data = batches(
+            self.train_data,
+            batch_size=self.batch_size,
+            start_step=self.step,
+            rows=self.rows,
+            num_workers=self.config.model.data.num_workers,
+        )
+        try:
+            while self.step < trainer.max_steps and not stop.at(self.step):
+                self._one_step(next(data))
+                self._evaluate_if_due(stop)
+                self._save_if_due(stop)
+        finally:
+            data.close()
+        self._drain(0)
+        if stop.seen:
+            self._save()
+            self.report.note(f"stopped after step {self.step} and saved; the same command continues from there")
+
+    def _one_step(self, batch: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        self.state, metrics = self.program.step(self.state, self.program.place(batch))
+        self.step += 1
+        self.in_flight.append((self.step, metrics, started))
+        if self.on_cpu:  # several steps in flight starve the threads of the virtual devices
+            jax.block_until_ready(self.state)
+        self._drain(0 if self.on_cpu or self.step == 1 else 1)
+
+    def _drain(self, keep: int) -> None:
+        """Records the steps in flight, oldest first, until `keep` are left; waits for them."""
+        tokens = self.batch_size * self.config.model.encoder_seq_length
+        while len(self.in_flight) > keep:
+            step, metrics, started = self.in_flight.popleft()
+            values = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
+            now = time.perf_counter()
+            seconds = now - max(started, self.done_at)
+            self.done_at = now
+            self.loss = values["loss"]
+            record = {"step": step, **values, "step_time_s": seconds, "tokens_per_s": tokens / seconds}
+            self._record(record)
+            self.report.step(record)
+
+    def _record(self, record: Record) -> None:
+        if self.metrics:
+            self.metrics.write(record)
+        self.folder.keep()
+
+    def _evaluate_if_due(self, stop: StopSignals) -> None:
+        trainer = self.config.trainer
+        due = self.step > 0 and (self.step % trainer.val_check_interval == 0 or self.step == trainer.max_steps)
+        if not due or not self.val_batches or self.val_step == self.step:
+            return
+        self._drain(0)
+        sums = []
+        data = batches(self.val_data, batch_size=self.batch_size, rows=self.rows)
+        try:
+            for _ in range(self.val_batches):
+                sums.append(self.program.evaluate(self.state.params, self.program.place(next(data))))
+                if self.on_cpu:
+                    jax.block_until_ready(sums[-1])
+                if stop.at_once:
+                    return
+        finally:
+            data.close()
+        total, count = (sum(map(float, values)) for values in zip(*sums, strict=True))
+        self.val_loss, self.val_step = total / max(count, 1.0), self.step
+        record = {"step": self.step, "val_loss": self.val_loss}
+        self._record(record)
+        self.report.evaluation(record)
+
+    # --- checkpoints and the end -------------------------------------------------------------------------------------
+
+    def _save_if_due(self, stop: StopSignals) -> None:
+        every = self.config.exp_manager.checkpoint.every_n_steps
+        if not stop.seen and (self.step % every == 0 or self.step == self.config.trainer.max_steps):
+            self._drain(0)
+            self._save()
+
+    def _save(self) -> None:
+        if self.checkpoints is None or self.step in self.checkpoints.steps:
+            return
+        record = {
+            "model": plain(self.config.model),
+            "mesh": dict(self.program.mesh.shape),
+            "samples": self.step * self.batch_size,
+            "val_loss": self.val_loss,
+            "val_step": self.val_step,
+        }
+        self.checkpoints.save(self.step, self.state, record, val_loss=self.val_loss)
+
+    def _sample(self) -> str | None:
+        options = self.config.generate
+        if not options.tokens:
+            return None
+        text = generate(
+            self.program,
+            self.state.params,
+            self.tokenizer,
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=self.config.model.seed,
+        )
+        self.report.note(f"\n{text}\n")
+        return text
+
+    def _finish(self) -> None:
+        if self.checkpoints:
+            self.checkpoints.close()
+        if self.metrics:
+            self.metrics.close()
+
+    def _abandon(self) -> None:
+        """Closes what is open after an error, which is the one to be seen, not its consequences."""
+        for resource in (self.checkpoints, self.metrics):
+            with contextlib.suppress(Exception):
+                if resource:
+                    resource.close()
+
+
+def _validation(config: Config, dataset: Any) -> tuple[Any, int]:
+    """The validation dataset and how many batches of it an evaluation takes: never a sample twice."""
+    limit = config.trainer.limit_val_batches
+    if limit and dataset is None:
+        raise JzeroError(
+            f"model.data.splits_string: expected documents for validation, found none with "
+            f"{config.model.data.splits_string}; change it, or set trainer.limit_val_batches=0 to evaluate never"
+        )
+    whole = len(dataset) // config.model.global_batch_size if limit else 0
+    return dataset, min(limit, max(whole, 1))
+
+
+def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoints | None:
+    manager, keep = config.exp_manager, config.exp_manager.checkpoint
+    old = [name for name in ("metrics.jsonl", "checkpoints") if (path / name).exists()]
+    if old and not manager.resume_if_exists:
+        raise JzeroError(
+            f"run folder {path}: expected a new folder, found {old[0]} of an earlier run; "
+            "set exp_manager.resume_if_exists=true to continue it, or another exp_manager.name"
+        )
+    if not manager.create_checkpoint_callback:
+        return None
+    return Checkpoints(path, top_k=keep.save_top_k, last_k=keep.save_last_k, async_save=keep.async_save, note=note)
+
+
+def _open_metrics(config: Config, folder: RunFolder, step: int) -> Metrics | None:
+    if not folder.writer:
+        return None
+    return Metrics(
+        folder.path,
+        after_step=step,
+        tensorboard=config.exp_manager.create_tensorboard_logger,
+        tensorboard_every=config.trainer.log_every_n_steps,
+    )
+
+
+def plain(section: Any) -> Record:
+    """A section of the configuration as JSON values.
+
+    Example:
+        >>> from jzero.train.config import Trainer
+        >>> plain(Trainer())["precision"]
+        'bf16'
+    """
+    return json.loads(json.dumps(dataclasses.asdict(section)))

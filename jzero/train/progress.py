@@ -1,0 +1,79 @@
+"""What a run says while it runs: a table before the first step, then a bar, or plain lines without a terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+
+class Reporter:
+    """Prints for one run; a context manager around its steps.
+
+    Args:
+        total: the last step of the run.
+        every: steps between two plain lines, where there is no bar.
+        quiet: print nothing (processes other than 0).
+        console: where to; default: standard output.
+
+    Example:
+        >>> with Reporter(total=20, every=10) as report:
+        ...     report.step({"step": 10, "loss": 2.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 2000.0})
+        step 10/20 · loss 2.5000 · lr 1.00e-03 · 2,000 tokens/s · 0:00:05 left
+    """
+
+    def __init__(self, *, total: int, every: int = 10, quiet: bool = False, console: Console | None = None):
+        self.console = console or Console(quiet=quiet, highlight=False)
+        self._total = total
+        self._every = every
+        self._times: deque[float] = deque(maxlen=20)
+        self._val = ""
+        live = self.console.is_terminal or self.console.is_jupyter
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}")
+        self._bar = Progress(*columns, console=self.console) if live else None
+        self._task = None if self._bar is None else self._bar.add_task("compiling", total=total)
+
+    def __enter__(self) -> Reporter:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """Prints one line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Prints a table of two columns."""
+        table = Table(show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows the record of a step, as it stands in metrics.jsonl."""
+        self._times.append(record["step_time_s"])
+        left = timedelta(seconds=round(statistics.median(self._times) * (self._total - record["step"])))
+        text = (
+            f"loss {record['loss']:.4f}{self._val} · lr {record['lr']:.2e} · "
+            f"{record['tokens_per_s']:,.0f} tokens/s · {left} left"
+        )
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif record["step"] % self._every == 0 or record["step"] == self._total:
+            self.note(f"step {record['step']}/{self._total} · {text}")
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Shows the record of an evaluation."""
+        self._val = f" · val {record['val_loss']:.4f}"
+        if not self._bar:
+            self.note(f"step {record['step']}/{self._total} · val_loss {record['val_loss']:.4f}")

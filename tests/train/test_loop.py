@@ -1,0 +1,248 @@
+"""The loop with a small program: what it writes and when, and that a stopped run continues bit for bit."""
+
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jzero import JzeroError
+from jzero.data.loader import build_datasets, config_tokenizer
+from jzero.train.config import load_config
+from jzero.train.devices import build_mesh
+from jzero.train.files import RunFolder
+from jzero.train.loop import Run, TrainResult
+from jzero.train.metrics import read_metrics
+from jzero.train.progress import Reporter
+
+TIMES = ("step_time_s", "tokens_per_s")
+
+
+@pytest.fixture
+def start(tmp_path, text_prefix, small_program):
+    """Starts (or continues) the run tmp_path/run; `during(run, step)` is called before each step."""
+
+    def run(*overrides: str, during=lambda run, step: None) -> TrainResult:
+        keys = {
+            "trainer.devices": 4,
+            "trainer.precision": 32,
+            "trainer.max_steps": 10,
+            "trainer.log_every_n_steps": 4,
+            "trainer.val_check_interval": 4,
+            "trainer.limit_val_batches": 2,
+            "exp_manager.exp_dir": tmp_path,
+            "exp_manager.name": "run",
+            "exp_manager.checkpoint.every_n_steps": 3,
+            "model.encoder_seq_length": 16,
+            "model.micro_batch_size": 1,
+            "model.data.data_prefix": text_prefix,
+            "model.optim.sched.warmup_steps": 1,
+            "generate.tokens": 4,
+        }
+        keys.update(item.split("=", 1) for item in overrides)
+        config, mesh = build_mesh(load_config(None, [f"{key}={value}" for key, value in keys.items()]), print)
+        program = small_program(config, mesh)
+        path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
+        with RunFolder(path) as folder:
+            report = Reporter(total=config.trainer.max_steps, every=config.trainer.log_every_n_steps)
+            one = Run(config, program, build_datasets(config), config_tokenizer(config), folder, report)
+            step = program.step
+
+            def counted(state, batch):
+                during(one, one.step)
+                return step(state, batch)
+
+            program.step = counted
+            return one.run()
+
+    return run
+
+
+def without_times(path: Path) -> list[dict]:
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in read_metrics(path / "metrics.jsonl")]
+
+
+class KilledError(BaseException):
+    """As if the process were killed: nothing of the loop catches it but to close files."""
+
+
+def kill_at(at: int):
+    def during(run: Run, step: int) -> None:
+        if step == at:
+            raise KilledError
+
+    return during
+
+
+def test_a_run_writes_what_it_says(start, tmp_path, capsys):
+    result = start()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in lines if "loss" in r] == list(range(1, 11))
+    assert [r["step"] for r in lines if "val_loss" in r] == [4, 8, 10]
+    assert set(lines[0]) == {"step", "loss", "grad_norm", "lr", *TIMES}
+    assert lines[0]["loss"] > result.loss
+    assert lines[1]["tokens_per_s"] == pytest.approx(8 * 16 / lines[1]["step_time_s"])
+    assert (result.step, result.stopped, result.val_loss) == (10, False, lines[-1]["val_loss"])
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+    assert load_config(tmp_path / "run" / "config.yaml").model.encoder_seq_length == 16
+    out = capsys.readouterr().out
+    assert out.count("lr 1.00e-02") == 3  # steps 4 and 8, and the last
+    assert out.endswith(f"{result.sample}\n\n")
+    assert result.sample.startswith("def ")
+
+
+def test_two_runs_give_the_same_numbers(start, tmp_path):
+    start("exp_manager.name=a")
+    start("exp_manager.name=b", "exp_manager.checkpoint.every_n_steps=100")
+    assert without_times(tmp_path / "a") == without_times(tmp_path / "b")
+
+
+@pytest.mark.parametrize("at", [2, 3, 8])
+def test_a_killed_run_continues_bit_for_bit(start, tmp_path, at):
+    """Killed before the first checkpoint; right after one; and between an evaluation and the next one."""
+    whole = start("exp_manager.name=whole")
+    with pytest.raises(KilledError):
+        start(during=kill_at(at))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "los')  # the line that was being written
+    continued = start()
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(continued.state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert continued.sample == whole.sample
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_the_run_continues_bit_for_bit(start, tmp_path, number, capsys):
+    start("exp_manager.name=whole")
+    stopped = start(during=lambda run, step: step == 4 and os.kill(os.getpid(), number))
+    assert (stopped.step, stopped.stopped, stopped.sample) == (5, True, None)
+    assert "stopped after step 5 and saved" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "5"
+    start()
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+    assert signal.getsignal(number) is not None
+
+
+def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_path):
+    start("exp_manager.name=whole")
+
+    def during(run: Run, step: int) -> None:
+        if step == 3:
+            evaluate = run.program.evaluate
+
+            def interrupted(params, batch):
+                signal.raise_signal(signal.SIGTERM)
+                return evaluate(params, batch)
+
+            run.program.evaluate = interrupted
+
+    stopped = start(during=during)
+    assert (stopped.step, stopped.val_loss) == (4, None)
+    start()
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_second_interrupt_ends_the_run_at_once(start):
+    def during(run: Run, step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(during=during)
+
+
+def test_a_finished_run_is_left_as_it_is(start, tmp_path):
+    first = start()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = start()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+    assert (again.step, again.loss, again.val_loss, again.sample) == (10, None, first.val_loss, first.sample)
+
+
+def test_changed_settings_are_named_when_a_run_continues(start, capsys):
+    start("trainer.max_steps=4")
+    start("model.optim.lr=1e-4", "model.data.num_workers=0", "model.hidden_dropout=0.3")
+    assert "continuing from step 4; changed since: model.hidden_dropout, model.optim.lr\n" in capsys.readouterr().out
+
+
+def test_another_batch_size_cannot_continue(start):
+    start("trainer.max_steps=3")
+    message = r"^model.global_batch_size: expected 8 as in checkpoint 3, found 16; the position in the data is a number"
+    with pytest.raises(JzeroError, match=message):
+        start("model.global_batch_size=16")
+
+
+def test_an_old_folder_is_not_overwritten_without_resume(start, tmp_path):
+    start("trainer.max_steps=1")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(JzeroError, match=r"expected a new folder, found metrics.jsonl of an earlier run"):
+        start("exp_manager.resume_if_exists=false")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+
+
+def test_two_processes_cannot_train_into_one_folder(start, tmp_path):
+    start("trainer.max_steps=1")
+    with RunFolder(tmp_path / "run"), pytest.raises(JzeroError, match=r"expected no other process training into it"):
+        start()
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_without_checkpoints_and_evaluations_there_are_none(start, tmp_path):
+    result = start("exp_manager.create_checkpoint_callback=false", "trainer.limit_val_batches=0", "generate.tokens=0")
+    assert (result.val_loss, result.sample) == (None, None)
+    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_no_documents_for_validation(start, tmp_path):
+    with pytest.raises(
+        JzeroError, match=r"expected documents for validation, found none with 1,0,0; change it, or set"
+    ):
+        start("model.data.splits_string=1,0,0")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_takes_no_sample_twice(start, monkeypatch):
+    seen = []
+
+    def during(run: Run, step: int) -> None:
+        if step == 0:
+            place = run.program.place
+            monkeypatch.setattr(run.program, "place", lambda batch: seen.append(batch) or place(batch))
+
+    start("trainer.max_steps=1", "trainer.limit_val_batches=1000", during=during)
+    (_, *validation) = seen
+    rows = np.concatenate([batch["tokens"] for batch in validation])
+    assert 1 < len(validation) < 100
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_a_failure_before_the_first_step_leaves_nothing_behind(start, tmp_path):
+    with pytest.raises(KilledError):
+        start("exp_manager.exp_dir=" + str(tmp_path / "new" / "runs"), during=kill_at(0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_every_line_of_the_metrics_is_whole(start, tmp_path):
+    """/dev/full refuses every byte, as a full disk does."""
+
+    def during(run: Run, step: int) -> None:
+        if step == 5:
+            run.metrics._file.close()
+            run.metrics._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+
+    with pytest.raises(OSError, match="No space left on device"):
+        start(during=during)
+    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 5
+    start()
+    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == list(range(1, 11))
