@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, a compilation cache that survives runs, and strict promotion of dtypes and ranks."""
+"""Eight virtual CPU devices, a compilation cache that survives runs."""
 
 import os
 import pathlib
@@ -9,7 +9,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
 _cache = pathlib.Path(os.environ.get("JZERO_TEST_CACHE", pathlib.Path(tempfile.gettempdir()) / "jzero-test-cache"))
 jax.config.update("jax_compilation_cache_dir", str(_cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -1,12 +1,12 @@
 """The scan over a model's layers, with its forward and its backward pass written out.
 
-Autodiff of a scan decides by itself what is kept and when gradients appear. Here both are explicit, because both matter:
+Autodiff of a scan decides by itself what is kept and when gradients appear. Here both are explicit, as both matter:
 
     forward    per layer: gather its weights (if they are shards), run it, keep what the backward pass needs
-    backward   per layer, last first: gather again (if they were not kept), its VJP, then scatter or accumulate its gradient
+    backward   per layer, last first: gather again (if not kept), its VJP, then scatter or accumulate its gradient
 
-So layer i's reduce-scatter can run while layer i-1's backward computes, weights never enter the residuals, and the first
-micro-batch can gather while the last one scatters. All of it runs inside a manual region.
+So layer i's reduce-scatter can run while layer i-1's backward computes, weights never enter the residuals, and the
+first micro-batch can gather while the last one scatters. All of it runs inside a manual region.
 
 Letters: L layers, B samples of this rank, T positions, D model.
 """
@@ -84,7 +84,9 @@ class Saved(NamedTuple):
     residuals: Sequence[Array]  # each [L, ...]: what the layers' VJPs need, without the weights
     weights: Any  # each [L, ...]: the gathered weights where they are kept, else the weights given to forward
     kept: bool  # whether `weights` are full
-    rebuild: Callable[[Any, Sequence[Array]], Callable[[Array], tuple[Any, Array]]]  # (weights, residuals) -> a layer's VJP
+    rebuild: Callable[
+        [Any, Sequence[Array]], Callable[[Array], tuple[Any, Array]]
+    ]  # (weights, residuals) -> a layer's VJP
 
 
 def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block:
@@ -92,8 +94,9 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
 
     Args:
         block: one layer.
-        granularity: None keeps the results of matrix products and recomputes what is elementwise; "selective" keeps what
-            the model names and recomputes the rest (Korthikanti et al., arXiv 2205.05198); "full" keeps only the input.
+        granularity: None keeps the results of matrix products and recomputes what is elementwise; "selective" keeps
+            what the model names and recomputes the rest (Korthikanti et al., arXiv 2205.05198); "full" keeps only the
+            input.
         selective: the `jax.checkpoint` policy of "selective".
     """
     policies = {

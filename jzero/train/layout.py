@@ -1,4 +1,4 @@
-"""How a model's parameters are stored between steps, gathered for use and scattered as gradients: one policy as data."""
+"""How parameters are stored between steps, gathered for use and scattered as gradients: one policy, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.mesh import BATCH_AXES
-from jzero.models.layers import Dropout
+from jzero.models.dropout import Dropout
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.stack import DataParallel

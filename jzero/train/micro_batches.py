@@ -9,31 +9,16 @@ Letters: M micro-batches, B samples of a micro-batch on this rank, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jzero.models.gpt import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.train.layout import Layout, Weights
-
-
-class Model(Protocol):
-    """What a step needs of a model: pure functions of plain trees of arrays.
-
-    `outer` is the tree of parameters without "blocks"; `layer` is one layer's part of "blocks".
-    """
-
-    init: Callable[[Array], Any]
-    abstract: Any
-    embed: Callable[[Any, dict[str, Array], Any], Array]
-    block: Callable[[Any, Array, dict[str, Array], Any, Array], Array]
-    losses: Callable[[Any, Array, dict[str, Array]], Array]
-    logits: Callable[[Any, Array], Array]
-    selective_policy: Any
 
 
 class Finish(NamedTuple):
@@ -44,7 +29,7 @@ class Finish(NamedTuple):
 
 
 def accumulate_gradients(
-    model: Model, layout: Layout, params: Any, batch: dict[str, Array], count: int
+    model: Functions, layout: Layout, params: Any, batch: dict[str, Array], count: int
 ) -> tuple[Array, Any]:
     """Loss and gradient of all micro-batches of this rank.
 
@@ -56,7 +41,7 @@ def accumulate_gradients(
         count: M.
 
     Returns:
-        Sum of the weighted losses of this rank, float32 []; float32 shards of the mean gradient, a tree like the parameters.
+        Sum of this rank's weighted losses, float32 []; float32 shards of the mean gradient, a tree like the parameters.
     """
     batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
     weights = layout.start(params)
@@ -92,13 +77,13 @@ def at(batches: Any, i: int | Array) -> Any:
 
 
 def _micro_batch(
-    model: Model, layout: Layout, weights: Weights, batch: dict[str, Array], finish: Finish
+    model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array], finish: Finish
 ) -> tuple[Array, tuple[Any, Any], Any]:
     """Forward and backward of one micro-batch.
 
     Returns:
-        Weighted loss of this rank; (outer, blocks) gradients: new local sums, or (sums of) shards; the full blocks' weights
-        where the policy keeps them.
+        Weighted loss of this rank; (outer, blocks) gradients: new local sums, or (sums of) shards; the full weights of
+        the layers where the policy keeps them.
     """
     dropout = layout.dropout(batch["sample"])
     block = stack.checkpointed(

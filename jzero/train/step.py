@@ -7,7 +7,7 @@
 Three policies decide what a rank keeps between steps (`model.optim.policy`):
 
     replicated          every parameter; gathered after the update
-    gather_on_forward   its shards; gathered layer by layer in the step's first forward pass, kept for the rest of the step
+    gather_on_forward   its shards; gathered layer by layer in the step's first forward pass, kept until it ends
     gather_twice        its shards; gathered layer by layer in every forward and every backward pass (ZeRO-3)
 """
 
@@ -25,10 +25,12 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
-from jzero.optim import collectives
+from jzero.models.gpt import Functions, functions
 from jzero.parallel import stack
+from jzero.train.config import Config, gpt_config
 from jzero.train.layout import Layout, make_layout
-from jzero.train.micro_batches import Model, accumulate_gradients
+from jzero.train.micro_batches import accumulate_gradients
+from jzero.train.schedule import schedule
 
 Batch = dict[str, Array]
 
@@ -53,9 +55,9 @@ class Program:
         learning_rate: schedule, from the step count to a float32 scalar.
     """
 
-    config: Any
+    config: Config
     mesh: Mesh
-    model: Model
+    model: Functions
     layout: Layout
     learning_rate: Callable[[Any], Any]
 
@@ -66,7 +68,7 @@ class Program:
         """The state as `jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
         params = self.layout.abstract_params()
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        return TrainState(step, params, self.layout.tx.init(params))
+        return TrainState(step, params, self.layout.tx.init(params))  # type: ignore[arg-type]  abstract arrays
 
     @functools.cached_property
     def specs(self) -> TrainState:
@@ -89,7 +91,7 @@ class Program:
     def local_rows(self, size: int) -> slice:
         """Which rows of a batch of `size` samples this process must provide to `place`."""
         sharding = NamedSharding(self.mesh, batch_spec())
-        rows = [index[0] for index in sharding.addressable_devices_indices_map((size,)).values()]
+        rows = [(index or (slice(0, size),))[0] for index in sharding.addressable_devices_indices_map((size,)).values()]
         return slice(min(r.start or 0 for r in rows), max(size if r.stop is None else r.stop for r in rows))
 
     def place(self, batch: dict[str, np.ndarray]) -> Batch:
@@ -101,7 +103,7 @@ class Program:
         sharding = NamedSharding(self.mesh, batch_spec())
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
-    def abstract_batch(self, names: tuple[str, ...] = ("tokens", "labels", "loss_mask")) -> Batch:
+    def abstract_batch(self, names: tuple[str, ...] = ("tokens", "labels", "loss_mask")) -> dict[str, Any]:
         """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
         shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
         sharding = NamedSharding(self.mesh, batch_spec())
@@ -145,7 +147,9 @@ class Program:
         batch = dict(batch)
         rows = batch["tokens"].shape[0]
         ranks = data_ranks(self.mesh)
-        batch["sample"] = state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
+        batch["sample"] = (
+            state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
+        )
         tokens = jax.lax.psum(jnp.sum(batch["loss_mask"]), BATCH_AXES)
         # the gradient of this rank's own mean loss: the scatter takes the mean over the ranks
         batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
@@ -188,22 +192,31 @@ def _batch_rank(mesh: Mesh) -> Array:
     return jax.lax.axis_index("replica") * mesh.shape["data"] + jax.lax.axis_index("data")
 
 
-def build_program(config: Config, mesh: Mesh, vocab_size: int) -> Program:
+def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> Program:
     """The training program of a configuration on a mesh. Nothing is compiled until it is called.
 
     Args:
         config: a validated configuration.
         mesh: the device mesh, of CPUs, GPUs or described GPUs.
-        vocab_size: number of token ids, before padding.
+        vocab_size: number of token ids, before padding; None where `model.vocab_size` says it.
 
     Example:
         >>> from jzero import make_mesh
-        >>> from jzero.train.config import Config
         >>> program = build_program(Config(), make_mesh(devices=jax.devices()[:1]), 257)
         >>> program.abstract.params["embedding"]["token"].shape
         (384, 768)
     """
-    model = functions(gpt_config(config, vocab_size))
+    architecture = gpt_config(config, vocab_size)
+    if architecture.attention_implementation == "auto" and _takes_flash_attention(config, mesh):
+        architecture = dataclasses.replace(architecture, attention_implementation="cudnn")
+    model = functions(architecture)
     learning_rate = schedule(config)
-    layout = make_layout(config, mesh, model.abstract, model.decay, learning_rate)
-    return Program(config, mesh, model, layout, learning_rate)
+    return Program(
+        config, mesh, model, make_layout(config, mesh, model.abstract, model.decay, learning_rate), learning_rate
+    )
+
+
+def _takes_flash_attention(config: Config, mesh: Mesh) -> bool:
+    """Whether cuDNN's attention can run on these devices, which need not be this process's: it has no dropout."""
+    gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return gpu and config.param_dtype.itemsize == 2 and not config.model.attention_dropout

@@ -1,0 +1,70 @@
+"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?\((.*?)\), "
+)
+_CALLS = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%?([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+)\[([\d,]*)\]")
+_WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+
+def collective_bytes(text: str) -> collections.Counter[str]:
+    """Total bytes per kind in one run of the module: of the full arrays (a gather's results, a scatter's operands)."""
+    bodies, entry = _computations(text)
+    totals: collections.Counter[str] = collections.Counter()
+    shapes = {m[1]: m[2] for m in re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\S.*?) [\w\-]+\(", text, re.M)}
+
+    def visit(name: str, times: int) -> None:
+        for line in bodies[name]:
+            found = _COLLECTIVE.search(line)
+            if found:
+                result, kind, _, operands = found.groups()
+                totals[kind] += times * _full_bytes(result, kind, operands, shapes)
+                continue
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for callee in set(_CALLS.findall(line)):
+                if callee in bodies and " while(" in line:
+                    assert trips, f"a loop without a known trip count: {line[:200]}"
+                    visit(callee, times * int(trips[1]))
+                elif callee in bodies:
+                    visit(callee, times)
+
+    visit(entry, 1)
+    return totals
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    bodies: dict[str, list[str]] = {}
+    current = entry = ""
+    for line in text.splitlines():
+        head = _COMPUTATION.match(line)
+        if head and "=" not in line.split("(")[0]:
+            current = head[2]
+            bodies[current] = []
+            entry = current if head[1] else entry
+        elif current:
+            bodies[current].append(line)
+    return bodies, entry
+
+
+def _full_bytes(result: str, kind: str, operands: str, shapes: dict[str, str]) -> int:
+    names = re.findall(r"%([\w.\-]+)", operands)
+    operand = sum(_bytes(shapes[name]) for name in names)
+    if kind != "all-gather":
+        return operand
+    total = _bytes(result)
+    both = len(_ARRAY.findall(result)) > len(names)  # an asynchronous start's result holds operands and results
+    return total - operand if both else total
+
+
+def _bytes(shape: str) -> int:
+    return sum(
+        _WIDTH.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in _ARRAY.findall(shape)
+    )
