@@ -1,0 +1,137 @@
+"""The built-in corpus: the source text of the Python standard library that runs this, as byte tokens. No download."""
+
+import hashlib
+import os
+import platform
+import shutil
+import sysconfig
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jzero.data.indexed import IndexedDataset
+from jzero.data.text import ByteTokenizer
+from jzero.data.writer import IndexedWriter
+from jzero.errors import JzeroError
+
+_RECIPE = b"1"  # part of the key: raise it when the choice or the order of files changes
+# Tests repeat themselves, encodings and pydoc_data are generated tables; the rest is other people's code.
+_SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
+
+
+def stdlib_corpus(cache_dir: str | Path | None = None) -> str:
+    """The path of the built-in corpus, built on the first call (about a second) and found in the cache from then on.
+
+    One document per `.py` file of the standard library without its tests and generated tables: its bytes, then 256, the
+    end of a document of `ByteTokenizer`. The order of documents is fixed and mixes all folders, so that contiguous
+    splits are alike. The folder in the cache is named after the Python version and a hash of the content, and appears
+    in one rename: processes that build at the same time do not see each other.
+
+    Args:
+        cache_dir: where to keep it; None is `$XDG_CACHE_HOME/jzero`, or `~/.cache/jzero`.
+
+    Returns:
+        The path without `.bin` and `.idx`, for `IndexedDataset`.
+
+    Raises:
+        JzeroError: this interpreter has no source text, or the cache cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from jzero.data import IndexedDataset
+        >>> bytes(IndexedDataset(stdlib_corpus(tempfile.mkdtemp())).tokens[:200].astype("u1")).isascii()
+        True
+    """
+    sources = list(_sources(Path(sysconfig.get_paths()["stdlib"])))
+    if not sources:
+        raise JzeroError(
+            f"built-in corpus: expected the source text of the standard library in {sysconfig.get_paths()['stdlib']}, "
+            "found none; set model.data.data_prefix to an indexed file of your own (`jzero data build`)"
+        )
+    folder = _cache(cache_dir) / f"stdlib-{platform.python_version()}-{_digest(sources)}"
+    prefix = folder / "text"
+    if not _is_complete(prefix):
+        _build(sources, folder)
+    return str(prefix)
+
+
+def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each file, in an order that depends on the names only and has nothing to do with folders."""
+    names = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _SKIPPED_FOLDERS]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        content = (root / name).read_bytes()
+        # _sysconfigdata… is a generated table that names the machine's folders.
+        if content and not name.startswith("_sysconfigdata"):
+            yield name, content
+
+
+def _digest(sources: list[tuple[str, bytes]]) -> str:
+    digest = hashlib.sha256(_RECIPE)
+    for name, content in sources:
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def _cache(cache_dir: str | Path | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "jzero"
+
+
+def _is_complete(prefix: Path) -> bool:
+    try:
+        IndexedDataset(prefix)
+    except JzeroError:
+        return False
+    return True
+
+
+def _build(sources: list[tuple[str, bytes]], folder: Path):
+    """Build in a folder of its own, then move that to its place; whoever comes second throws his away."""
+    tokenizer = ByteTokenizer()
+    own = folder.with_name(f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with IndexedWriter(own / "text", np.uint16) as writer:
+            for _, content in sources:
+                writer.add(np.append(np.frombuffer(content, np.uint8), np.uint16(tokenizer.eod)))
+        _publish(own, folder)
+    except (JzeroError, OSError) as error:
+        cause = error.__context__ if isinstance(error, JzeroError) else error
+        raise JzeroError(
+            f"{folder}: expected a place to keep the built-in corpus, found: "
+            f"{getattr(cause, 'strerror', None) or error}; "
+            "set model.data.cache_dir or XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _publish(own: Path, folder: Path):
+    try:
+        os.rename(own, folder)
+    except OSError:
+        if _is_complete(folder / "text"):
+            return
+        if not folder.is_dir():
+            raise
+        # Something damaged is in the way. It is moved aside, not emptied: it may be open elsewhere.
+        damaged = own.with_suffix(".old")
+        os.rename(folder, damaged)
+        os.rename(own, folder)
+        shutil.rmtree(damaged, ignore_errors=True)
