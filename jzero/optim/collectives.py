@@ -1,7 +1,7 @@
 """The data-axis collectives: reduce-scatter of a gradient, all-gather of a parameter, all-reduce of a norm.
 
-Every function works on one device's part, inside a manual region (`jax.shard_map`), and takes the leaf's plan. These and
-only these move bytes over the data and replica axes.
+Every function works on one device's part, inside a manual region (`jax.shard_map`), and takes the leaf's plan. Nothing
+else moves bytes over the data and replica axes.
 
     scatter  full gradient of this rank  -> this rank's shard of the mean
     gather   this rank's shard           -> full parameter
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jzero.optim import regions
 from jzero.optim.partition import Leaf
 
 
@@ -80,12 +81,16 @@ def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = j
 
 
 def mean_of_sums(shard: Array, leaf: Leaf, *, replica: Sequence[str] = ()) -> Array:
-    """A shard that autodiff has already summed over the data axis (a parameter kept sharded), as the mean; float32."""
+    """A shard that autodiff has summed over the data axis (a parameter kept sharded), as the mean; float32.
+
+    Over the replica axes it may or may not be summed already: it is where it does not vary.
+    """
     ranks = leaf.ranks
     for name in replica:
         ranks *= jax.lax.axis_size(name)
     total = shard.astype(jnp.float32)
-    return (jax.lax.psum(total, tuple(replica)) if replica else total) / ranks
+    owed = tuple(n for n in replica if not regions.tracks_varying(n) or n in regions.varying_axes(shard))
+    return (jax.lax.psum(total, owed) if owed else total) / ranks
 
 
 def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying", "invarying"] = "varying") -> Array:
@@ -101,6 +106,11 @@ def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying"
     Returns:
         `leaf.local_shape`, in the wire's dtype.
     """
+    if leaf.resident and leaf.spec[leaf.split or 0][-1] != leaf.axis:
+        raise ValueError(
+            f"{leaf.path}: its dimension {leaf.split} is split over {leaf.spec[leaf.split or 0]}, so a gather over "
+            f"'{leaf.axis}' alone gives no contiguous part; expected '{leaf.axis}' last"
+        )
     x = shard if dtype is None else shard.astype(dtype)
     if x.size == 0:
         return jnp.zeros(leaf.local_shape, x.dtype)
@@ -118,11 +128,12 @@ def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:
     """L2 norm of a whole tree of gradients from its shards: float32 scalar, the same on every rank.
 
     Each element counts once, whatever axes split its leaf: leaves are grouped by those axes, and each group's sum of
-    squares is one scalar all-reduce. Padding is zero and adds nothing.
+    squares is one scalar all-reduce. Padding is zero and adds nothing. Axes that no region binds are XLA's to sum over.
     """
+    bound = regions.bound_axes()
     sums: dict[tuple[str, ...], Array] = {}
     for shard, leaf in zip(shards, leaves, strict=True):
-        key = tuple(sorted(leaf.axes))
+        key = tuple(sorted(name for name in leaf.axes if name in bound))
         square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
         sums[key] = sums[key] + square if key in sums else square
     total = jnp.float32(0)
@@ -136,13 +147,8 @@ def vary(x: Array, axes: Sequence[str]) -> Array:
 
     Without varying-axes tracking (`check_vma=False`) there is nothing to mark and `x` comes back unchanged.
     """
-    missing = tuple(name for name in axes if name not in jax.typeof(x).manual_axis_type.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing and tracks_varying(axes[0]) else x
-
-
-def tracks_varying(axis: str) -> bool:
-    """Whether the manual region that binds `axis` tracks varying axes (`check_vma=True`)."""
-    return axis in jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying
+    missing = tuple(name for name in axes if name not in regions.varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing and regions.tracks_varying(axes[0]) else x
 
 
 def _lead_and_size(leaf: Leaf) -> tuple[tuple[int, ...], int]:

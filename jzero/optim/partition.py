@@ -1,14 +1,15 @@
 """Which part of each parameter a data rank owns: the plan, as data, and nothing else.
 
-A leaf is split along one dimension that no other mesh axis splits and that the data axis divides evenly. Where there is
-no such dimension, this rank's part of the leaf (what the tensor and pipeline axes leave of it) is flattened, padded with
-zeros and cut into equal pieces. Nothing is ever replicated silently: `partition_report` shows every leaf.
+A leaf is split along one dimension that no other mesh axis splits and that the data axis divides evenly. Where there
+is no such dimension, this rank's part of the leaf (what the tensor and pipeline axes leave of it) is flattened, padded
+with zeros and cut into equal pieces. Nothing is ever replicated silently: `partition_report` shows every leaf.
 
-    parameter [V, D], spec (tensor, None), data d     split along D: shard [V, D/d], spec (tensor, data)
-    parameter [7], data 4                             flattened, padded to 8: shard [2], global [8], spec (data,)
-    stacked parameter [L, 7], one leading dimension   flattened per layer: shard [L, 2], global [L, 8], spec (None, data)
+    [V, D], spec (tensor, None), data d        split along D: shard [V, D/d], spec (tensor, data)
+    [7], data 4                                flattened, padded to 8: shard [2], global [8], spec (data,)
+    [6], spec (tensor,), tensor 2, data 2      its parts flattened: shard [1, 2], global [2, 4], spec (tensor, data)
+    [L, 7], one stacked dimension, data 4      flattened per layer: shard [L, 2], global [L, 8], spec (None, data)
 
-A plan is static and hashable; it travels inside the optimizer's state, so that `update` needs nothing but its arguments.
+A plan is static and hashable; it travels inside the optimizer's state, so `update` needs nothing but its arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Spec = tuple[tuple[str, ...], ...]
@@ -34,12 +36,12 @@ class Leaf:
         path: where it stands in the tree, as `jax.tree_util.keystr` writes it.
         shape: its global shape.
         dtype: name of its dtype.
-        spec: the mesh axes that already split it, per dimension.
+        spec: the mesh axes that already split it, per dimension (`axis` among them where `resident`).
         ranks: number of shards (size of the data axis).
         axis: name of the data axis, or None where state is not sharded.
         split: the dimension that `axis` splits; None where the leaf is flattened and padded.
         stacked: leading dimensions that enumerate layers; they are never split or flattened.
-        others: sizes of the mesh axes in `spec`, per dimension.
+        others: sizes of the mesh axes in `spec` but `axis`, per dimension.
         resident: the parameter itself is stored as a shard (`spec` contains `axis`).
     """
 
@@ -70,40 +72,48 @@ class Leaf:
         return math.prod(self.shard_shape) - math.prod(self.shape)
 
     @property
+    def _kept(self) -> range:
+        """Dimensions that a flattened leaf keeps for the axes that split them, in front of the flat one.
+
+        Sharing one dimension between those axes and the data axis would fix an order of the two, which a region over
+        some of them only (`shard_map` over data alone) could not keep. An unsplit last dimension makes room for it.
+        """
+        return range(
+            self.stacked, len(self.spec) if self.spec and self.spec[-1] else max(len(self.spec) - 1, self.stacked)
+        )
+
+    @property
     def shard_local_shape(self) -> tuple[int, ...]:
-        """Shape of one shard on its device. A flattened shard keeps the number of dimensions (at least one)."""
+        """Shape of one shard on its device."""
         if self.split is None:
-            ones = max(len(self.shape) - self.stacked - 1, 0)
-            return (*self.local_shape[: self.stacked], *[1] * ones, self.flat_size)
+            return (*self.local_shape[: self.stacked], *(1 for _ in self._kept), self.flat_size)
         return tuple(n // self.ranks if i == self.split else n for i, n in enumerate(self.local_shape))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Global shape of the array that holds all shards."""
         if self.split is None:
-            parts = math.prod(self.others[self.stacked :]) * self.ranks
-            return (*self.shape[: self.stacked], *self.shard_local_shape[self.stacked : -1], self.flat_size * parts)
+            kept = (self.others[i] for i in self._kept)
+            return (*self.shape[: self.stacked], *kept, self.flat_size * self.ranks)
         return self.shape
 
     @property
     def shard_spec(self) -> PartitionSpec:
         """Sharding of the array that holds all shards."""
-        own = () if self.axis is None else (self.axis,)
+        own = () if self.axis is None or self.resident else (self.axis,)
         if self.split is None:
-            axes = tuple(name for names in self.spec[self.stacked :] for name in names)
-            ones = len(self.shard_local_shape) - self.stacked - 1
-            return _partition_spec((*self.spec[: self.stacked], *[()] * ones, (*axes, *own)))
+            return _partition_spec((*self.spec[: self.stacked], *(self.spec[i] for i in self._kept), own))
         return _partition_spec(tuple((*names, *own) if i == self.split else names for i, names in enumerate(self.spec)))
 
     @property
     def param_spec(self) -> PartitionSpec:
         """Sharding of the parameter itself."""
-        return self.shard_spec if self.resident else _partition_spec(self.spec)
+        return _partition_spec(self.spec)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis over which the shards differ."""
-        own = () if self.axis is None else (self.axis,)
+        own = () if self.axis is None or self.resident else (self.axis,)
         return (*(name for names in self.spec for name in names), *own)
 
     def layer(self) -> Leaf:
@@ -198,7 +208,7 @@ def make_plan(
 def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> Spec:
     """The axes that already split a leaf: as told, or as its own sharding says."""
     sharding = getattr(value, "sharding", None)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         sharding = jax.typeof(value).sharding
     if spec is None and isinstance(sharding, NamedSharding):
         if sharding.mesh.shape != mesh.shape and sharding.spec != PartitionSpec():
@@ -217,14 +227,19 @@ def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> 
 
 
 def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, stacked: int) -> Leaf:
+    if not hasattr(value, "dtype"):
+        raise ValueError(f"{path}: expected an array, found {type(value).__name__}; wrap it in jnp.asarray")
     shape, dtype = tuple(np.shape(value)), jax.dtypes.canonicalize_dtype(value.dtype)
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
         raise ValueError(f"{path}: expected a floating-point parameter, found {dtype}; keep it out with optax.masked")
     ranks = 1 if axis is None else mesh.shape[axis]
-    resident = any(axis in names for names in spec) if axis else False
-    split = next((i for i, names in enumerate(spec) if axis in names), None) if resident else None
-    spec = tuple(tuple(n for n in names if n != axis) for names in spec)
-    others = tuple(math.prod(mesh.shape[n] for n in names) for names in spec)
+    split = next((i for i, names in enumerate(spec) if axis in names), None)
+    resident = split is not None
+    others = tuple(math.prod(mesh.shape[n] for n in names if n != axis) for names in spec)
+    if not 0 <= stacked <= len(shape):
+        raise ValueError(f"{path}: expected stacked between 0 and its {len(shape)} dimensions, found {stacked}")
+    if split is not None and split < stacked:
+        raise ValueError(f"{path}: '{axis}' splits dimension {split}, one of its {stacked} stacked ones; split another")
     for i, (n, o) in enumerate(zip(shape, others, strict=True)):
         if n % o:
             raise ValueError(f"{path}: dimension {i} of {shape} is split over {spec[i]}, and {o} does not divide {n}")
@@ -238,32 +253,3 @@ def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, 
 
 def _partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in spec))
-
-
-class ReportRow(NamedTuple):
-    """One line of `partition_report`."""
-
-    path: str  # where the leaf stands in the tree
-    shape: tuple[int, ...]  # global shape of the parameter
-    dtype: str  # of the parameter
-    split: str  # "dimension 0 of 2", or "flattened, 3 of padding"
-    shard: tuple[int, ...]  # shape of what one device holds of every state array
-    state_bytes: int  # bytes of optimizer state on one device
-
-
-class PartitionReport(tuple[ReportRow, ...]):
-    """The rows of `tx.partition_report(params)`; `str()` of it is an aligned table."""
-
-    def __str__(self) -> str:
-        rows = [ReportRow._fields, *((r.path, r.shape, r.dtype, r.split, r.shard, f"{r.state_bytes:,}") for r in self)]
-        cells = [[str(cell) for cell in row] for row in rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(ReportRow._fields))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join([*lines, f"total: {sum(r.state_bytes for r in self):,} bytes of state per device"])
-
-
-def describe(leaf: Leaf) -> str:
-    """How a leaf is split, in words."""
-    if leaf.split is None:
-        return f"flattened, {leaf.padding} of padding"
-    return f"dimension {leaf.split} of {len(leaf.shape)}"

@@ -1,7 +1,7 @@
 """How one array of optimizer state is stored: pairs of pure functions between float32 and the stored form.
 
-No mesh and no tree appears here. A codec's `encode` takes the float32 value that the update computed; its `decode` gives
-the float32 value that the next update starts from.
+No mesh and no tree appears here. A codec's `encode` takes the float32 value that the update computed; its `decode`
+gives the float32 value that the next update starts from.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -48,5 +49,12 @@ def round_to(x: Array, dtype: Any) -> Array:
         >>> round_to(jnp.float32(1.001), jnp.bfloat16)
         Array(1., dtype=float32)
     """
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    y = jax.lax.reduce_precision(x, exponent_bits=wide.nexp, mantissa_bits=min(info.nmant, wide.nmant))
+    if info.nexp >= wide.nexp:
+        return y
+    # reduce_precision with fewer exponent bits would flush subnormal numbers to zero: 3e-5 in float16
+    unit = float(info.smallest_subnormal)
+    y = jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, y)
+    beyond = float(np.float32(np.inf).astype(dtype))  # infinity, or NaN where dtype has none
+    return jnp.where(jnp.abs(y) > float(info.max), jnp.copysign(beyond, x), y)

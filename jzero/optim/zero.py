@@ -1,7 +1,7 @@
 """START HERE. ZeRO around any elementwise optax transformation: `zero(inner, mesh=...)`.
 
-The optimizer's state (float32 master parameters and whatever `inner` keeps, such as Adam's moments) is cut into one shard
-per data rank. A step has three phases, and each is a function below:
+The optimizer's state (float32 master parameters and whatever `inner` keeps, such as Adam's moments) is cut into one
+shard per data rank. A step has three phases, and each is a function below:
 
     scatter   the gradient becomes this rank's shard of the mean                 (reduce-scatter)
     update    `inner` runs on the shards alone, in float32                       (no communication but the norm)
@@ -18,16 +18,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import collectives, gradients, precision
-from jzero.optim.partition import Leaf, PartitionReport, Plan, ReportRow, describe, make_plan
+from jzero.optim import chain, collectives, gradients, precision, regions
+from jzero.optim.partition import Leaf, Plan, make_plan
+from jzero.optim.report import PartitionReport, is_masked, partition_report
 
 MASTERS = ("auto", "fp32", "none")
 Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -61,7 +62,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Args:
             params: arrays or `jax.ShapeDtypeStruct`s.
         """
-        return jax.tree.map(lambda x: x.sharding.spec, self.core.abstract_init(params))
+        return self.core.specs(self.core.plan(params))
 
     def partition_report(self, params: Any) -> PartitionReport:
         """How every leaf is split and what it costs: rows of path, shape, dtype, split, shard and bytes per device.
@@ -72,7 +73,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
             'dimension 0 of 2'
         """
-        return self.core.report(params)
+        return partition_report(self.core.abstract_init(params), self.core.transformation(self.core.plan(params)))
 
     def plan(self, params: Any) -> Plan:
         """The plan of a tree of parameters: one `Leaf` per parameter (see `jzero.optim.partition`)."""
@@ -114,20 +115,22 @@ def zero(
     """Shard the state of an elementwise optax transformation over a mesh axis (ZeRO).
 
     Args:
-        inner: the transformation (adamw, lion, sgd with momentum, ...), or a function from the abstract, unsplit parameters
-            to one, for transformations that must see original shapes (a mask by shape).
+        inner: the transformation (adamw, lion, sgd with momentum, ...), or a function from the abstract, unsplit
+            parameters to one, for transformations that must see original shapes (a mask by shape).
         mesh: the device mesh, with Auto or Explicit axes.
         axis: the mesh axis that shards the state. None: no sharding (ZeRO off), for comparison.
-        replica_axis: axis, or axes, over which gradients are averaged too but state is repeated (Apex: redundant group).
+        replica_axis: axis, or axes, over which gradients are averaged too but state is repeated (Apex: redundant
+            group). Every axis that splits the batch is either `axis` or named here.
         master: "fp32" keeps a float32 copy of each parameter's shard, "none" updates the parameter itself, "auto" keeps
-            one for parameters of less than 32 bits.
-        gradients: kind of gradient, see `jzero.optim.gradients`: "auto" reads it from the type and raises where it cannot
-            tell; "local", "reduced", "unreduced" declare it.
-        grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name).
+            one where the parameter, or what is gathered of it (`param_sync_dtype`), has less than 32 bits.
+        gradients: kind of gradient, see `jzero.optim.gradients`: "auto" reads it from the type and raises where it
+            cannot tell; "local", "reduced", "unreduced" declare it.
+        grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name). Only
+            local gradients cross the wire here; for others anything but float32 is an error.
         param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own.
         clip_norm: clip by the global norm of the scattered gradients, factor min(1, clip_norm / (norm + 1e-6)).
-        param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed only
-            where `init` cannot see shardings (inside `jit` with Auto axes).
+        param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed
+            only where `init` cannot see shardings (inside `jit` with Auto axes).
         stacked: function from a leaf's path to its number of leading layer dimensions, which are never split.
 
     Returns:
@@ -149,7 +152,7 @@ def zero(
         inner=inner,
         mesh=mesh,
         axis=axis,
-        replica=gradients_axes(replica_axis, mesh, axis),
+        replica=regions.replica_axes(replica_axis, mesh, axis),
         master=_choice("master", master, MASTERS),
         gradients=_choice("gradients", gradients, _KINDS),
         grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
@@ -160,7 +163,7 @@ def zero(
     )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm: expected a positive number or None, found {clip_norm}")
-    tx = ZeroTransformation(core.init, core.run)
+    tx = ZeroTransformation(cast(Any, core.init), cast(Any, core.apply))
     tx.core = core
     return tx
 
@@ -185,13 +188,25 @@ class Zero:
 
     def plan(self, params: Any) -> Plan:
         """How every leaf of `params` is split."""
-        return make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
+        plan = make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
+        for leaf in plan.leaves:
+            wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
+            if self.master == "none" and wire.itemsize < jnp.dtype(leaf.dtype).itemsize:
+                raise ValueError(
+                    f"{leaf.path}: param_sync_dtype={wire.name} would round the only copy of a {leaf.dtype} parameter "
+                    "in every step, since master='none'; expected master='auto' or 'fp32', or a dtype no narrower"
+                )
+        return plan
 
     def init(self, params: Any) -> ZeroState:
         """The initial state; each device computes its own shards. Abstract for `jax.ShapeDtypeStruct`s."""
         leaves = jax.tree.leaves(params)
         if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return self.abstract_init(params)
+        if bound := regions.bound_axes():
+            raise ValueError(
+                f"zero: init needs whole arrays, found a call inside shard_map over {bound}; call it outside"
+            )
         plan = self.plan(params)
         return self._init_program(plan)(jax.tree.leaves(params))
 
@@ -207,7 +222,7 @@ class Zero:
             return ZeroState(plan.unflatten(master), inner, plan)
 
         in_specs = [leaf.param_spec for leaf in plan.leaves]
-        return self._manual(build, (in_specs,), self._specs(plan))
+        return regions.enter(build, self.mesh, (in_specs,), self.specs(plan))
 
     def abstract_init(self, params: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with their shardings; allocates nothing."""
@@ -219,10 +234,9 @@ class Zero:
         ]
         inner = jax.eval_shape(self.transformation(plan).init, plan.unflatten(shapes))
         state = ZeroState(plan.unflatten(master), inner, plan)
-        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
-        return jax.tree.map(place, state, self._specs(plan))
+        return jax.tree.map(functools.partial(regions.placed, mesh=self.mesh), state, self.specs(plan))
 
-    def _specs(self, plan: Plan) -> ZeroState:
+    def specs(self, plan: Plan) -> ZeroState:
         """A `PartitionSpec` for every array of the state."""
         specs = [leaf.shard_spec for leaf in plan.leaves]
         master = [
@@ -231,9 +245,10 @@ class Zero:
         tx = self.transformation(plan)
         shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
         abstract = jax.eval_shape(tx.init, plan.unflatten(shapes))
+        spec = lambda x, leaf: x if is_masked(x) else leaf.shard_spec
         inner = optax.tree.map_params(
-            tx, lambda _, leaf: leaf.shard_spec, abstract, plan.unflatten(plan.leaves),
-            transform_non_params=lambda _: PartitionSpec(),
+            tx, spec, abstract, plan.unflatten(plan.leaves),
+            transform_non_params=lambda _: PartitionSpec(), is_leaf=is_masked,
         )  # fmt: skip
         return ZeroState(plan.unflatten(master), inner, plan)
 
@@ -246,7 +261,8 @@ class Zero:
 
     def has_master(self, leaf: Leaf) -> bool:
         """Whether the state keeps a master of this leaf."""
-        return self.master == "fp32" or (self.master == "auto" and jnp.dtype(leaf.dtype).itemsize < 4)
+        kept = (jnp.dtype(leaf.dtype), self.param_sync_dtype or jnp.dtype(leaf.dtype))
+        return self.master == "fp32" or (self.master == "auto" and min(dtype.itemsize for dtype in kept) < 4)
 
     def codec(self, leaf: Leaf) -> precision.Codec:
         """How the master of a leaf is stored."""
@@ -255,24 +271,27 @@ class Zero:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
+    def apply(self, updates: Any, state: ZeroState, params: Any = None, **extra: Any) -> tuple[Any, ZeroState]:
+        """The three phases, as optax's `update`."""
+        return self.run(updates, state, params, extra, direct=False)
+
     def run(
-        self, grads: Any, state: ZeroState, params: Any = None, extra: Any = None, *, direct: bool = False, **kw: Any
+        self, grads: Any, state: ZeroState, params: Any, extra: dict[str, Any], *, direct: bool
     ) -> tuple[Any, ZeroState]:
         """The three phases. `direct` returns new parameters, otherwise updates."""
         plan = state.plan
         if params is None:
             raise ValueError("zero: update needs the parameters; call tx.update(grads, state, params)")
-        flat_params = plan.flatten(params, "params")
-        nodes = plan.flatten(grads, "gradients")
-        kinds = tuple(
-            gradients.kind_of(g, leaf, self.replica, self.gradients) for g, leaf in zip(nodes, plan.leaves, strict=True)
-        )
-        program = self._step_program(plan, kinds, direct, tuple(sorted((extra or {}) | kw)), gradients.manual_axes())
-        values = [g.shard if gradients.is_scattered(g) else g for g in nodes]
-        if not gradients.manual_axes():
-            values = [gradients.lay_out(g, leaf, self.mesh) for g, leaf in zip(values, plan.leaves, strict=True)]
-        _check_shapes(values, plan)
-        out, state = program(values, state, flat_params, (extra or {}) | kw)
+        flat = plan.flatten(params, "params")
+        for p, leaf in zip(flat, plan.leaves, strict=True):
+            gradients.check_shape(p, leaf, "parameter")
+            if jax.dtypes.canonicalize_dtype(p.dtype) != leaf.dtype:
+                raise ValueError(
+                    f"parameter of {leaf.path}: expected dtype {leaf.dtype} as given to init, found {p.dtype}"
+                )
+        values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
+        program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
+        out, state = program(values, state, flat, extra)
         return plan.unflatten(out), state
 
     @functools.cache  # noqa: B019  one entry per plan and kind of call
@@ -285,35 +304,34 @@ class Zero:
         bound: tuple[str, ...],
     ) -> Callable[..., tuple[list[Array], ZeroState]]:
         def phases(values: list[Array], state: ZeroState, params: list[Array], extra: dict[str, Any]):
-            shards = self.scatter(values, plan, kinds)
+            shards = self.scatter(values, plan, kinds, bound)
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm else None
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
             new, updates, state = self.update(shards, state, own, norm, extra)
             return self.gather(new, updates, params, plan, direct), state
 
-        pre_split = not bound
-        grad_specs = [leaf.shard_spec if _arrives_split(leaf, pre_split) else leaf.param_spec for leaf in plan.leaves]
         param_specs = [leaf.param_spec for leaf in plan.leaves]
-        specs = self._specs(plan)
-        in_specs = (grad_specs, specs, param_specs, {name: PartitionSpec() for name in extra})
-        return self._manual(phases, in_specs, (param_specs, specs), bound)
+        specs = self.specs(plan)
+        extra_specs = {name: PartitionSpec() for name in extra}
+        in_specs = (gradients.grad_specs(plan, kinds, bound), specs, param_specs, extra_specs)
+        return regions.enter(phases, self.mesh, in_specs, (param_specs, specs), bound)
 
-    def scatter(self, values: list[Array], plan: Plan, kinds: Sequence[gradients.Kind]) -> list[Array]:
+    def scatter(
+        self, values: list[Array], plan: Plan, kinds: Sequence[gradients.Kind], bound: Sequence[str]
+    ) -> list[Array]:
         """Phase 1: every gradient as this rank's float32 shard of the mean."""
         return [
-            g.astype(jnp.float32)
-            if kind == "scattered"
-            else gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype)
+            gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
             for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
         ]
 
     def update(
         self, shards: list[Array], state: ZeroState, params: list[Array], norm: Array | None, extra: dict[str, Any]
     ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2: decode, clip, run the inner transformation, encode. Returns new masters, updates (float32), state."""
+        """Phase 2: decode, clip, run the inner transformation, encode. Returns new masters, float32 updates, state."""
         plan = state.plan
         if self.clip_norm and norm is not None:
-            factor = gradients.clip_factor(norm, self.clip_norm)
+            factor = chain.clip_factor(norm, self.clip_norm)
             shards = [g * factor for g in shards]
         stored = plan.flatten(state.master, "master")
         masters = [
@@ -337,68 +355,19 @@ class Zero:
         out = []
         for n, u, p, leaf in zip(new, updates, params, plan.leaves, strict=True):
             wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
-            exact = wire == p.dtype == jnp.float32 and not self.has_master(leaf)
-            value = u if exact and not direct else precision.round_to(n, wire).astype(wire)
+            as_update = (
+                not direct and wire == p.dtype == jnp.float32
+            )  # p + u is what the shard's owner computed, exactly
+            value = u if as_update else precision.round_to(precision.round_to(n, leaf.dtype), wire).astype(wire)
             full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
             if direct:
                 out.append(full.astype(p.dtype))
             else:
-                out.append(full if exact else full.astype(jnp.float32) - p.astype(jnp.float32))
+                out.append(full if as_update else full.astype(jnp.float32) - p.astype(jnp.float32))
         return out
-
-    def report(self, params: Any) -> PartitionReport:
-        """See `ZeroTransformation.partition_report`."""
-        state = self.abstract_init(params)
-        tx = self.transformation(state.plan)
-        sizes: dict[str, int] = {leaf.path: 0 for leaf in state.plan.leaves}
-
-        def add(x: Any, leaf: Leaf) -> Any:
-            shard = x.sharding.shard_shape(x.shape)
-            sizes[leaf.path] += x.dtype.itemsize * functools.reduce(int.__mul__, shard, 1)
-            return x
-
-        by_leaf = state.plan.unflatten(state.plan.leaves)
-        optax.tree.map_params(tx, add, state.inner, by_leaf)
-        for stored, leaf in zip(state.plan.flatten(state.master, "master"), state.plan.leaves, strict=True):
-            jax.tree.map(functools.partial(add, leaf=leaf), stored)
-        rows = [
-            ReportRow(leaf.path, leaf.shape, leaf.dtype, describe(leaf), leaf.shard_local_shape, sizes[leaf.path])
-            for leaf in state.plan.leaves
-        ]
-        return PartitionReport(rows)
-
-    # --- manual regions ----------------------------------------------------------------------------------------------
-
-    def _manual(self, f: Callable, in_specs: Any, out_specs: Any, bound: tuple[str, ...] = ()) -> Callable:
-        """`f` on one device's part of its arguments: a `shard_map` over the axes that no region around binds yet."""
-        rest = frozenset(self.mesh.axis_names) - frozenset(bound)
-        if not rest:
-            return f
-        if not bound:
-            return jax.jit(jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs))
-        keep = functools.partial(_restrict, axes=rest)
-        is_spec = lambda x: isinstance(x, PartitionSpec)
-        in_specs, out_specs = (jax.tree.map(keep, s, is_leaf=is_spec) for s in (in_specs, out_specs))
-        tracked = self.axis is None or collectives.tracks_varying(self.axis)
-        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=tracked)
 
 
 _KINDS = gradients.KINDS
-
-
-def gradients_axes(replica_axis: str | Sequence[str] | None, mesh: Mesh, axis: str | None) -> tuple[str, ...]:
-    """The replica axes, checked against the mesh."""
-    names = gradients.as_axes(replica_axis)
-    for name in names:
-        if name not in mesh.shape or name == axis:
-            raise ValueError(
-                f"replica_axis '{name}': expected an axis of the mesh {mesh.axis_names} other than '{axis}'"
-            )
-    return names
-
-
-def _arrives_split(leaf: Leaf, laid_out: bool) -> bool:
-    return laid_out and leaf.split is not None
 
 
 def _shard(p: Array, leaf: Leaf) -> Array:
@@ -409,22 +378,3 @@ def _choice(option: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(f"{option}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
     return value
-
-
-def _restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """A spec with only those of its axes that are in `axes`."""
-    entries = []
-    for names in spec:
-        kept = tuple(n for n in gradients.as_axes(names) if n in axes)
-        entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
-    return PartitionSpec(*entries)
-
-
-def _check_shapes(values: Sequence[Array], plan: Plan) -> None:
-    for g, leaf in zip(values, plan.leaves, strict=True):
-        if g.size not in (_size(leaf.shape), _size(leaf.local_shape), _size(leaf.shard_local_shape)):
-            raise ValueError(f"gradient of {leaf.path}: expected shape {leaf.shape}, found {g.shape}")
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return functools.reduce(int.__mul__, shape, 1)
