@@ -176,6 +176,19 @@ def lay_out(g: Array, leaf: Leaf, kind: Kind, mesh: Mesh) -> Array:
     return regions.reshard(g, spec, mesh)
 
 
+def numeric(extra: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments that hold numbers alone; a function is for another member of the chain."""
+    is_number = lambda x: isinstance(x, (int, float)) or hasattr(x, "dtype")
+    return {name: x for name, x in extra.items() if all(map(is_number, jax.tree.leaves(x)))}
+
+
+def check_parameter(p: Any, leaf: Leaf) -> None:
+    """Refuse a parameter of another shape or dtype than the one given to init."""
+    check_shape(p, leaf, "parameter")
+    if jax.dtypes.canonicalize_dtype(p.dtype) != leaf.dtype:
+        raise ValueError(f"parameter of {leaf.path}: expected dtype {leaf.dtype} as given to init, found {p.dtype}")
+
+
 def check_shape(x: Any, leaf: Leaf, what: str) -> None:
     """Refuse a gradient or parameter of another shape than the one given to init."""
     expected = regions.local_shape(leaf, regions.bound_axes())

@@ -26,7 +26,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, gradients, precision, regions
+from jzero.optim import chain, collectives, gradients, masters, precision, regions
+from jzero.optim.gradients import KINDS
 from jzero.optim.partition import Leaf, Plan, make_plan
 from jzero.optim.report import PartitionReport, is_masked, partition_report
 
@@ -65,7 +66,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return self.core.specs(self.core.plan(params))
 
     def partition_report(self, params: Any) -> PartitionReport:
-        """How every leaf is split and what it costs: rows of path, shape, dtype, split, shard and bytes per device.
+        """How every leaf is split and its cost: rows of path, shape, dtype, split, shard and bytes per device.
 
         Example:
             >>> import jax, jzero
@@ -74,6 +75,23 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             'dimension 0 of 2'
         """
         return partition_report(self.core.abstract_init(params), self.core.transformation(self.core.plan(params)))
+
+    def check_masters(self, params: Any, state: ZeroState) -> None:
+        """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
+
+        Something changed updates or parameters after `zero`, a later member of the chain or an edit between steps, and
+        the next step would silently undo it. `update` checks by itself outside of `jit`; a compiled step cannot raise.
+
+        Raises:
+            ValueError: names the first such leaf.
+
+        Example:
+            >>> import jax.numpy as jnp, jzero
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> params = {"w": jnp.ones(8, jnp.bfloat16)}
+            >>> tx.check_masters(params, tx.init(params))
+        """
+        masters.check(self.core, params, state)
 
     def plan(self, params: Any) -> Plan:
         """The plan of a tree of parameters: one `Leaf` per parameter (see `jzero.optim.partition`)."""
@@ -154,7 +172,7 @@ def zero(
         axis=axis,
         replica=regions.replica_axes(replica_axis, mesh, axis),
         master=_choice("master", master, MASTERS),
-        gradients=_choice("gradients", gradients, _KINDS),
+        gradients=_choice("gradients", gradients, KINDS),
         grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
         param_sync_dtype=None if param_sync_dtype is None else jnp.dtype(param_sync_dtype),
         clip_norm=clip_norm,
@@ -264,6 +282,11 @@ class Zero:
         kept = (jnp.dtype(leaf.dtype), self.param_sync_dtype or jnp.dtype(leaf.dtype))
         return self.master == "fp32" or (self.master == "auto" and min(dtype.itemsize for dtype in kept) < 4)
 
+    def sent(self, n: Array, leaf: Leaf) -> Array:
+        """A new parameter, float32, rounded as it is stored and sent."""
+        n = precision.round_to(n, leaf.dtype)
+        return precision.round_to(n, self.param_sync_dtype) if self.param_sync_dtype else n
+
     def codec(self, leaf: Leaf) -> precision.Codec:
         """How the master of a leaf is stored."""
         del leaf  # every leaf alike
@@ -273,6 +296,8 @@ class Zero:
 
     def apply(self, updates: Any, state: ZeroState, params: Any = None, **extra: Any) -> tuple[Any, ZeroState]:
         """The three phases, as optax's `update`."""
+        if params is not None and masters.is_concrete((updates, state, params)):
+            masters.check(self, params, state)
         return self.run(updates, state, params, extra, direct=False)
 
     def run(
@@ -284,12 +309,9 @@ class Zero:
             raise ValueError("zero: update needs the parameters; call tx.update(grads, state, params)")
         flat = plan.flatten(params, "params")
         for p, leaf in zip(flat, plan.leaves, strict=True):
-            gradients.check_shape(p, leaf, "parameter")
-            if jax.dtypes.canonicalize_dtype(p.dtype) != leaf.dtype:
-                raise ValueError(
-                    f"parameter of {leaf.path}: expected dtype {leaf.dtype} as given to init, found {p.dtype}"
-                )
+            gradients.check_parameter(p, leaf)
         values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
+        extra = gradients.numeric(extra)
         program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
         out, state = program(values, state, flat, extra)
         return plan.unflatten(out), state
@@ -334,14 +356,14 @@ class Zero:
             factor = chain.clip_factor(norm, self.clip_norm)
             shards = [g * factor for g in shards]
         stored = plan.flatten(state.master, "master")
-        masters = [
+        whole = [
             self.codec(leaf).decode(m) if self.has_master(leaf) else p.astype(jnp.float32)
             for m, p, leaf in zip(stored, params, plan.leaves, strict=True)
         ]
         tx = self.transformation(plan)
-        updates, inner = tx.update(plan.unflatten(shards), state.inner, plan.unflatten(masters), **extra)
+        updates, inner = tx.update(plan.unflatten(shards), state.inner, plan.unflatten(whole), **extra)
         flat = plan.flatten(updates, "updates of the inner transformation")
-        new = [m + u.astype(jnp.float32) for m, u in zip(masters, flat, strict=True)]
+        new = [m + u.astype(jnp.float32) for m, u in zip(whole, flat, strict=True)]
         master = [
             self.codec(leaf).encode(n) if self.has_master(leaf) else optax.MaskedNode()
             for n, leaf in zip(new, plan.leaves, strict=True)
@@ -358,16 +380,13 @@ class Zero:
             as_update = (
                 not direct and wire == p.dtype == jnp.float32
             )  # p + u is what the shard's owner computed, exactly
-            value = u if as_update else precision.round_to(precision.round_to(n, leaf.dtype), wire).astype(wire)
+            value = u if as_update else self.sent(n, leaf).astype(wire)
             full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
             if direct:
                 out.append(full.astype(p.dtype))
             else:
                 out.append(full if as_update else full.astype(jnp.float32) - p.astype(jnp.float32))
         return out
-
-
-_KINDS = gradients.KINDS
 
 
 def _shard(p: Array, leaf: Leaf) -> Array:
