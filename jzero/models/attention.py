@@ -116,9 +116,9 @@ def _written_out(
     return mean.astype(value.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, groups * per_group, width)
 
 
-def _visible(length: int, segments: jax.Array | None) -> jax.Array | np.ndarray:
-    """Bool, broadcasts against [B, G, R, T, S]."""
-    causal = np.tril(np.ones((length, length), bool))
+def _visible(length: int, segments: jax.Array | None) -> jax.Array:
+    """Bool, broadcasts against [B, G, R, T, S]; computed, since a constant would be kept for the backward pass."""
+    causal = jnp.arange(length)[:, None] >= jnp.arange(length)
     if segments is None:
         return causal
     return (segments[:, :, None] == segments[:, None, :])[:, None, None] & causal
