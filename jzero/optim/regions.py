@@ -55,7 +55,7 @@ def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 
 def local_shape(leaf: Leaf, bound: Sequence[str]) -> tuple[int, ...]:
     """The shape a parameter (or its gradient) has inside a region that binds `bound`."""
-    sizes = [math.prod(jax.lax.axis_size(n) for n in as_axes(names) if n in bound) for names in leaf.param_spec]
+    sizes = [math.prod(jax.lax.axis_size(n) for n in names if n in bound) for names in leaf.spec]
     return tuple(n // size for n, size in zip(leaf.shape, sizes, strict=True))
 
 
