@@ -252,4 +252,8 @@ def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, 
 
 
 def _partition_spec(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in spec))
+    """Without trailing Nones, as XLA returns it, so that arrays look the same before and after a step."""
+    entries = [None if not names else names[0] if len(names) == 1 else names for names in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)

@@ -1,0 +1,96 @@
+"""Small programs, batches and the one-device reference that the tests of the step share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jzero import make_mesh
+from jzero.train.config import Config, Model, Optim, Sched, Trainer
+from jzero.train.step import Program, build_program
+
+T, VOCABULARY, BATCH = 16, 61, 16
+
+
+def config(devices: int = 8, policy: str = "replicated", micro_batches: int = 1, **changes) -> Config:
+    """A run of a 3-layer GPT whose biases (24, 72, 96 wide) and vocabulary (61) do not all divide by 8."""
+    precision, optim = changes.pop("precision", 32), changes.pop("optim", {})
+    model = {
+        "global_batch_size": BATCH, "micro_batch_size": BATCH // (micro_batches * devices), "encoder_seq_length": T,
+        "num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
+        "make_vocab_size_divisible_by": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    } | changes  # fmt: skip
+    optim = {"lr": 2e-3, "policy": policy, "sched": Sched(warmup_steps=2)} | optim
+    return Config(
+        trainer=Trainer(devices=devices, precision=precision, max_steps=20), model=Model(**model, optim=Optim(**optim))
+    )
+
+
+def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
+    mesh = make_mesh(**conf.mesh_shape, devices=jax.devices()[: conf.num_devices])
+    return build_program(conf, mesh, vocabulary)
+
+
+@functools.cache
+def batch(number: int, masked: bool = True) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(0, VOCABULARY, (BATCH, T + 1), dtype=np.int32)
+    mask = rng.random((BATCH, T)) > 0.2 if masked else np.ones((BATCH, T))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask.astype(np.float32)}
+
+
+def train(prog: Program, steps: int, state=None):
+    """State and a [steps, 2] array of loss and gradient norm."""
+    state = prog.init() if state is None else state
+    rows = []
+    for number in range(int(state.step), int(state.step) + steps):
+        state, metrics = jax.block_until_ready(prog.step(state, prog.place(batch(number))))
+        rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return state, np.array(rows)
+
+
+def whole(prog: Program, params):
+    """The stored parameters as whole NumPy arrays."""
+    layout = prog.layout
+    mapped = jax.shard_map(
+        layout.everywhere, mesh=prog.mesh, in_specs=(prog.specs.params,), out_specs=jax.sharding.PartitionSpec()
+    )
+    return jax.tree.map(np.asarray, jax.jit(mapped)(params))
+
+
+def reference(conf: Config, steps: int):
+    """Plain autodiff and optax.adamw on one device: parameters, and [steps, 2] of loss and gradient norm."""
+    prog = program(dataclasses.replace(conf, trainer=dataclasses.replace(conf.trainer, devices=1)))
+    model, optim = prog.model, conf.model.optim
+    tx = optax.adamw(
+        prog.learning_rate, *optim.betas, optim.eps, weight_decay=optim.weight_decay, mask=model.decay
+    )  # fmt: skip
+    clip = conf.trainer.gradient_clip_val
+    params = jax.jit(model.init)(jax.random.key(conf.model.seed))
+    state = tx.init(params)
+
+    def loss_fn(params, data):
+        outer = {k: v for k, v in params.items() if k != "blocks"}
+        x = model.embed(outer, data, None)
+        for i in range(conf.model.num_layers):
+            x = model.block(jax.tree.map(lambda w, i=i: w[i], params["blocks"]), x, data, None, i)
+        return jnp.sum(model.losses(outer, x, data) * data["loss_mask"]) / jnp.sum(data["loss_mask"])
+
+    @jax.jit
+    def step(params, state, data):
+        loss, grads = jax.value_and_grad(loss_fn)(params, data)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, norm
+
+    rows = []
+    for number in range(steps):
+        params, state, loss, norm = jax.block_until_ready(step(params, state, batch(number)))
+        rows.append([float(loss), float(norm)])
+    return jax.tree.map(np.asarray, params), np.array(rows)
