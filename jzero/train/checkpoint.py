@@ -12,11 +12,13 @@ is removed on the next start; one that cannot be read is set aside, and the one 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +98,7 @@ class Checkpoints:
         self._async = async_save
         self._note = note
         self._writing: Any = None
+        self._threads_before: set[threading.Thread] = set()
         self._is_main = jax.process_index() == 0
         if self._is_main and not read_only:
             self._remove_unfinished(lambda name: note(f"ignored checkpoint {name}: it was not finished"))
@@ -127,6 +130,7 @@ class Checkpoints:
         self.wait()
         trees = split(state)
         full = {**record, "step": step, "fingerprints": fingerprints(trees)}
+        self._threads_before = set(threading.enumerate())
         metrics: Any = None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss}
         with self._cleaned_up():
             self._writing = self._orbax.save_checkpointables_async(
@@ -239,10 +243,14 @@ class Checkpoints:
     def _cleaned_up(self) -> Iterator[None]:
         """Around a save: an error of the disk becomes one line, and what was half-written is removed."""
         try:
-            with disk_errors(f"checkpoint in {self.folder}"):
+            with _no_echo(), disk_errors(f"checkpoint in {self.folder}"):
                 yield
         except BaseException:
+            with contextlib.suppress(Exception):  # the same error once more
+                self._orbax.close()
+            _join(self._threads_before)
             self._remove_unfinished()
+            self._orbax = self._open()
             raise
 
 
@@ -288,6 +296,17 @@ def _reading(read: Callable[[], Any]) -> Any:
         time.sleep(0.1)  # other coroutines of the same read are still failing in Orbax's threads
         gc.collect()
     raise UnreadableError(why)
+
+
+def _join(but: set[threading.Thread], seconds: float = 5.0) -> None:
+    """Waits for the threads that started since `but` was all there were.
+
+    When a write fails, Orbax leaves the other writes of the same save under way, and they would make files again.
+    """
+    deadline = time.monotonic() + seconds
+    with _no_echo():
+        for thread in set(threading.enumerate()) - but:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""The command line with a real, very small model: what it does, and that a mistake is one line and leaves nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jzero.cli import main
+from jzero.data.indexed import IndexedDataset
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+trainer: {devices: 2, precision: 32, max_steps: 3, val_check_interval: 2, limit_val_batches: 1}
+model:
+  {global_batch_size: 4, micro_batch_size: 2, encoder_seq_length: 16, num_layers: 2, hidden_size: 32,
+   num_attention_heads: 4, optim: {sched: {warmup_steps: 1}}}
+generate: {tokens: 8}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_devices():
+    """Uses JAX's devices once, so that no configuration of a test changes how many there are."""
+    return jax.devices()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with config.yaml and text.bin/.idx, which every run reads."""
+    folder = tmp_path_factory.mktemp("inputs")
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 500, 40)))}) for _ in range(30)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    (folder / "config.yaml").write_text(f"{CONFIG}\nexp_manager: {{exp_dir: {folder}/runs}}\n")
+    built = ["--input", str(folder / "text.jsonl"), "--tokenizer", "bytes", "--output", str(folder / "text")]
+    assert main(["data", "build", *built]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(inputs):
+    """The folder of a finished run."""
+    assert main(["train", str(inputs / "config.yaml"), f"model.data.data_prefix={inputs}/text"]) == 0
+    return inputs / "runs" / "gpt"
+
+
+@pytest.fixture
+def refused(inputs, tmp_path, capsys):
+    """Calls `jzero train` in a new folder; checks that the answer is one line, code 2, and nothing is left behind."""
+
+    def call(*overrides: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        keys = [f"model.data.data_prefix={inputs}/text", f"exp_manager.exp_dir={tmp_path}/runs", *overrides]
+        assert main(["train", str(inputs / "config.yaml"), *keys]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("jzero: ")
+        assert error.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return error
+
+    return call
+
+
+def test_the_version_starts_without_the_libraries_of_training():
+    code = "import sys, jzero.cli\ntry: jzero.cli.main(['--version'])\nfinally: print('orbax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines() == ["jzero 0.1.0", "False"]
+
+
+def test_data_build_writes_what_the_trainer_reads(inputs):
+    file = IndexedDataset(inputs / "text")
+    texts = [json.loads(line)["text"] for line in (inputs / "text.jsonl").read_text().splitlines()]
+    assert bytes(file.get(0).astype(np.uint8)[:-1]).decode() == texts[0]
+    assert len(file.documents) - 1 == len(texts)
+
+
+def test_generate_continues_the_prompt_with_the_best_checkpoint(trained, capsys):
+    options = ["--prompt", "12 34 ", "--tokens", "12", "--top-k", "3"]
+    texts = []
+    for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--seed", "1", "--checkpoint", "last"]):
+        assert main(["generate", str(trained), *options, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("12 34 ") for text in texts)
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-run"], "no-such-run: expected the folder of a run, found no config.yaml in it"),
+        (["RUN", "--checkpoint", "7"], "expected a readable checkpoint '7', found only steps [3]"),
+        (["RUN", "--temperature", "-1"], "temperature: expected at least 0, found -1.0"),
+    ],
+)
+def test_generate_refuses(trained, capsys, arguments, message):
+    arguments = [str(trained) if a == "RUN" else a for a in arguments]
+    assert main(["generate", *arguments, "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.hiden_size=64", "model.hidden_size"),
+        ("model.num_layers=two", "model.num_layers"),
+        ("trainer.devices=64", "trainer.devices: 64 × trainer.num_nodes 1 = 64 devices, but there are 8"),
+        ("model.replica_parallel_size=3", "model.replica_parallel_size 3"),
+        ("model.global_batch_size=5", "model.global_batch_size: 5 is not divisible"),
+        ("model.hidden_size=30", "model.num_attention_heads"),
+        ("model.data.data_prefix=/no/such/file", "/no/such/file"),
+        ("exp_manager.exp_dir=/dev/null/runs", "run folder /dev/null/runs/gpt: expected room and permission to write"),
+        ("model.vocab_size=50", "vocab"),
+    ],
+)
+def test_a_mistake_in_the_configuration(refused, override, message):
+    assert message in refused(override)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "corrupt"])
+def test_an_index_that_cannot_be_read(refused, inputs, tmp_path, how):
+    for end in (".bin", ".idx"):
+        shutil.copy(f"{inputs}/text{end}", tmp_path / f"bad{end}")
+    index = tmp_path / "bad.idx"
+    data = index.read_bytes()
+    if how == "missing":
+        index.unlink()
+    else:
+        index.write_bytes(data[:100] if how == "truncated" else b"something" + data[9:])
+    assert f"{tmp_path}/bad.idx" in refused(f"model.data.data_prefix={tmp_path}/bad")
+
+
+def test_a_run_folder_that_is_a_regular_file(refused, tmp_path):
+    (tmp_path / "runs").write_text("")
+    assert f"run folder {tmp_path}/runs/gpt: expected room and permission to write, found" in refused()
+
+
+def test_a_checkpoint_of_another_model_stays_as_it_is(refused, trained, inputs):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    error = refused(f"exp_manager.exp_dir={inputs}/runs", "model.hidden_size=64")
+    assert f"checkpoint {trained}/checkpoints/3 is of another model: params/" in error
+    assert "(model.hidden_size was 32, is 64); restore the old settings or train under another" in error
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+@pytest.fixture
+def on_a_disk(inputs, tmp_path):
+    """Calls `jzero train` with its runs on a file system of a size of its own; gives code, error, files, metrics."""
+
+    def call(size: str, *overrides: str) -> tuple[int, str, list[str], list[dict]]:
+        keys = (f"model.data.data_prefix={inputs}/text", f"exp_manager.exp_dir={tmp_path}/runs", *overrides)
+        script = f"""
+            mount -t tmpfs -o size={size} tmpfs {tmp_path} || exit 99
+            {sys.executable} -m jzero train {inputs}/config.yaml {" ".join(keys)} >/dev/null
+            code=$?
+            cd {tmp_path} && find . -mindepth 1 | sed 's/^/file /'
+            test -e runs/gpt/metrics.jsonl && cat runs/gpt/metrics.jsonl
+            exit $code
+        """
+        cache = str(jax.config.jax_compilation_cache_dir)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": cache}
+        done = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False, env=env
+        )
+        if done.returncode == 99 or done.stderr.startswith("unshare"):
+            pytest.skip("needs a mount namespace (unshare -rm)")
+        lines = done.stdout.splitlines()
+        files = [line.removeprefix("file ./") for line in lines if line.startswith("file ")]
+        return done.returncode, done.stderr, files, [json.loads(line) for line in lines[len(files) :]]
+
+    return call
+
+
+def test_a_disk_that_is_full_from_the_start(on_a_disk, tmp_path):
+    code, error, files, _ = on_a_disk("4k")
+    found = "expected room and permission to write, found No space left on device"
+    assert (code, error) == (2, f"jzero: run {tmp_path}/runs/gpt: {found}\n")
+    assert files == []
+
+
+def test_a_disk_that_is_full_at_the_second_checkpoint(on_a_disk, tmp_path):
+    checkpoint = "exp_manager.checkpoint"
+    code, error, files, lines = on_a_disk(
+        "800k", "trainer.max_steps=9", f"{checkpoint}.every_n_steps=2", f"{checkpoint}.save_last_k=9"
+    )
+    folder = f"{tmp_path}/runs/gpt/checkpoints"
+    found = "expected room and permission to write, found No space left on device"
+    assert (code, error) == (2, f"jzero: checkpoint in {folder}: {found}\n")
+    assert {f.split("/")[3] for f in files if f.startswith("runs/gpt/checkpoints/")} == {"2"}
+    assert not [f for f in files if "tmp" in f]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 4
