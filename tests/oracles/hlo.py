@@ -40,6 +40,13 @@ def collective_bytes(text: str) -> collections.Counter[str]:
     return totals
 
 
+def loop_bodies(text: str) -> list[list[str]]:
+    """The instructions of every loop's body, loop by loop."""
+    bodies, _ = _computations(text)
+    names = {m[1] for m in re.finditer(r" while\(.*?body=%?([\w.\-]+)", text)}
+    return [bodies[name] for name in names]
+
+
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     bodies: dict[str, list[str]] = {}
     current = entry = ""

@@ -1,0 +1,71 @@
+"""The collectives that a step must consist of, from the model's shapes and the policy alone.
+
+Per leaf of n elements on a rank (padded to a multiple of the data axis) and M micro-batches:
+
+                       reduce-scatter            all-gather
+    replicated         1 (M into shards)         1, after the update, the layers in one piece
+    gather_on_forward  1 (M into shards)         1
+    gather_twice       1 (M into shards)         layers 2 M, the rest 1
+
+A layer's leaf counts once per layer; the bias that is added last is not needed in the backward pass. With replicas each reduce-scatter is followed by an all-reduce of the shard. On top
+there are three scalar all-reduces: the number of tokens, the loss, the norm.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+
+from oracles.stablehlo import Collective
+
+
+def step_collectives(prog) -> collections.Counter[Collective]:
+    """Predicted collectives of one step of a `Program`, as `oracles.stablehlo.collectives` reports them."""
+    config, mesh = prog.config, prog.mesh
+    zero = config.model.optim.name == "distributed_fused_adam"
+    data = mesh.shape["data"] if zero else 1
+    batch_axes = tuple(name for name in ("replica", "data") if mesh.shape[name] > 1)
+    policy, count = config.policy, config.num_micro_batches
+    scatters = count if config.model.grad_accumulation == "sharded" else 1
+    found: collections.Counter[Collective] = collections.Counter()
+
+    def add(times, kind, axes, dtype, elements):
+        if axes and math.prod(mesh.shape[a] for a in axes) > 1:
+            found[Collective(kind, axes, dtype, elements * (2 if dtype == "bf16" else 4))] += times
+
+    for path, leaf in _leaves(prog.model.abstract):
+        layers = leaf.shape[0] if path[0] == "blocks" else 1
+        size = math.prod(leaf.shape) // layers
+        padded = math.ceil(size / data) * data
+        dtype = "bf16" if leaf.dtype == "bfloat16" else "f32"
+        reduced = ("data",) if zero else ()
+        add(layers * scatters, "reduce-scatter", reduced, "f32", padded)
+        add(layers * scatters, "all-reduce", ("replica",) if zero else batch_axes, "f32", padded // data)
+        if not zero:
+            continue
+        if policy == "replicated":
+            add(1, "all-gather", reduced, dtype, padded * layers)
+        else:
+            passes = 1 if path[1:] == ("mlp", "down", "bias") else 2
+            times = passes * count if policy == "gather_twice" and path[0] == "blocks" else 1
+            add(layers * times, "all-gather", reduced, dtype, padded)
+    add(2, "all-reduce", batch_axes, "f32", 1)
+    if zero:
+        add(1, "all-reduce", ("data",), "f32", 1)
+    return found
+
+
+def _leaves(tree, path=()):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def totals(found) -> collections.Counter[str]:
+    """Bytes per kind of collective."""
+    out: collections.Counter[str] = collections.Counter()
+    for item, times in found.items():
+        out[item.kind] += times * item.bytes
+    return out

@@ -1,0 +1,102 @@
+"""Predicted = found: what the step communicates, in the program handed to XLA and in the one compiled for 8 H100s."""
+
+import dataclasses
+
+import jax
+import pytest
+from oracles import hlo, predicted, stablehlo
+from programs import config, program
+
+from jzero import make_mesh
+from jzero.plan import targets
+from jzero.train.step import build_program
+
+LAYOUTS = [
+    config(8),
+    config(8, "gather_on_forward"),
+    config(8, "gather_twice"),
+    config(8, precision="bf16"),
+    config(8, "gather_twice", precision="bf16"),
+    config(8, optim={"name": "fused_adam"}),
+    config(8, "gather_on_forward", replica_parallel_size=2),
+    config(4, "replicated", 4),
+    config(4, "gather_on_forward", 4),
+    config(4, "gather_twice", 4),
+    config(4, "replicated", 4, grad_accumulation="sharded"),
+    config(4, "gather_on_forward", 4, grad_accumulation="sharded"),
+    config(4, "gather_twice", 4, grad_accumulation="sharded"),
+    config(4, "gather_twice", 2, activations_checkpoint_granularity="full"),
+]
+
+
+def name(conf):
+    model = conf.model
+    accumulation = f"{conf.num_micro_batches} {model.grad_accumulation}"
+    return (
+        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{conf.trainer.precision}"
+    )
+
+
+def lowered(prog):
+    return prog.step.lower(prog.abstract, prog.abstract_batch())
+
+
+@pytest.mark.parametrize("conf", LAYOUTS, ids=name)
+def test_the_lowered_step_has_exactly_the_predicted_collectives(conf):
+    prog = program(conf)
+    found = stablehlo.collectives(lowered(prog), prog.mesh)
+    assert {c: n for c, n in found.items() if c.axes} == predicted.step_collectives(prog)
+
+
+@pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
+def test_four_micro_batches_reduce_their_gradients_once(policy):
+    one, four = program(config(4, policy, 1)), program(config(4, policy, 4))
+    scatters = lambda prog: {
+        c: n for c, n in stablehlo.collectives(lowered(prog), prog.mesh).items() if c.kind == "reduce-scatter"
+    }
+    assert scatters(one) == scatters(four)
+
+
+def test_the_prediction_can_be_wrong():
+    prog = program(config(8))
+    other = program(config(8, "gather_twice"))
+    assert stablehlo.collectives(lowered(prog), prog.mesh) != predicted.step_collectives(other)
+
+
+gpu = pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
+
+
+def for_h100(conf):
+    """The same program for described GPUs; attention as XLA compiles it, since cuDNN need not be there."""
+    conf = dataclasses.replace(conf, model=dataclasses.replace(conf.model, attention_implementation="xla"))
+    mesh = make_mesh(**conf.mesh_shape, devices=targets.devices("h100-sxm-80gb", conf.num_devices))
+    return build_program(conf, mesh, 61)
+
+
+@gpu
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("conf", [LAYOUTS[i] for i in (0, 1, 2, 4, 8, 12)], ids=name)
+def test_the_module_compiled_for_h100_moves_the_predicted_bytes(conf):
+    prog = for_h100(conf)
+    found = hlo.collective_bytes(lowered(prog).compile().as_text())
+    expected = predicted.totals(predicted.step_collectives(prog))
+    assert dict(found) == dict(expected)
+    assert found["all-reduce"] <= 64 * 1024
+
+
+@gpu
+@pytest.mark.gpu_compiler
+def test_collectives_of_the_layers_stay_in_the_loops():
+    prog = for_h100(config(8, "gather_on_forward"))
+    text = lowered(prog).compile().as_text()
+    in_loop = [body for body in hlo.loop_bodies(text) if any("all-gather" in line for line in body)]
+    assert in_loop, "no loop gathers weights"
+    assert any("reduce-scatter" in line for body in hlo.loop_bodies(text) for line in body)
+
+
+def test_described_gpus_need_a_known_name():
+    with pytest.raises(ValueError, match="target 'h200x': expected one of h100-sxm-80gb"):
+        targets.devices("h200x", 8)
+    with pytest.raises(ValueError, match="devices 9: expected a positive multiple of the 2 hosts"):
+        targets.devices("h100-sxm-80gb", 9, hosts=2)
+    assert len(jax.devices()) == 8
