@@ -71,11 +71,11 @@ def attend(
     """
     batch, length, groups, per_group, width = query.shape
     if drop is None:
-        library = _library(implementation, query.dtype, width)
-        if library is not None:
+        chosen = library(implementation, query.dtype, width)
+        if chosen is not None:
             mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
             flat = query.reshape(batch, length, groups * per_group, width)
-            return jax.nn.dot_product_attention(flat, key, value, mask=mask, is_causal=True, implementation=library)
+            return jax.nn.dot_product_attention(flat, key, value, mask=mask, is_causal=True, implementation=chosen)
     elif implementation == "cudnn":
         raise JzeroError(
             "model.attention_implementation: expected auto or xla with attention dropout, found cudnn, which has none"
@@ -83,8 +83,8 @@ def attend(
     return _written_out(query, key, value, segments, drop)
 
 
-def _library(implementation: str, dtype: jnp.dtype, width: int) -> Literal["xla", "cudnn"] | None:
-    """Which implementation of `jax.nn.dot_product_attention` to call; None: the written-out form."""
+def library(implementation: str, dtype: jnp.dtype, width: int) -> Literal["xla", "cudnn"] | None:
+    """Which implementation of `jax.nn.dot_product_attention` to call for heads of a width; None: the written-out form."""
     sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
         fits = sixteen_bits and width <= _CUDNN_WIDEST_HEAD and width % 8 == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jzero.errors import JzeroError
-from jzero.models.attention import attend, einsum32, rotate
+from jzero.models.attention import attend, einsum32, library, rotate
 
 B, T, G, R, K = 2, 9, 2, 3, 8
 
@@ -85,6 +85,22 @@ def test_wide_product_has_narrow_gradients():
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == jnp.bfloat16
         np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "width", "expected"),
+    [
+        ("gpu", jnp.bfloat16, 64, "cudnn"),
+        ("gpu", jnp.float16, 128, "cudnn"),
+        ("gpu", jnp.bfloat16, 12, None),  # cuDNN wants a multiple of 8
+        ("gpu", jnp.bfloat16, 256, None),
+        ("gpu", jnp.float32, 64, None),
+        ("cpu", jnp.bfloat16, 64, None),
+    ],
+)
+def test_auto_takes_cudnn_where_it_can(monkeypatch, backend, dtype, width, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert library("auto", jnp.dtype(dtype), width) == expected
 
 
 def test_cudnn_refuses_what_it_cannot_do():
