@@ -7,8 +7,9 @@ Per leaf of n elements on a rank (padded to a multiple of the data axis) and M m
     gather_on_forward  1 (M into shards)         1
     gather_twice       1 (M into shards)         layers 2 M, the rest 1
 
-A layer's leaf counts once per layer; the bias that is added last is not needed in the backward pass. With replicas each reduce-scatter is followed by an all-reduce of the shard. On top
-there are three scalar all-reduces: the number of tokens, the loss, the norm.
+A layer's leaf counts once per layer; the bias that is added last is not needed in the backward pass. With replicas each
+reduce-scatter is followed by an all-reduce of the shard. On top there are three scalar all-reduces: the number of
+tokens, the loss, the norm.
 """
 
 from __future__ import annotations
