@@ -84,7 +84,7 @@ def attend(
 
 
 def library(implementation: str, dtype: jnp.dtype, width: int) -> Literal["xla", "cudnn"] | None:
-    """Which implementation of `jax.nn.dot_product_attention` to call for heads of a width; None: the written-out form."""
+    """The implementation of `jax.nn.dot_product_attention` for heads of this width; None: the written-out form."""
     sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
         fits = sixteen_bits and width <= _CUDNN_WIDEST_HEAD and width % 8 == 0

@@ -112,7 +112,8 @@ def test_gradients_match_central_differences(options):
 
 @pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
 def test_positions_and_segments_match_numpy(kind):
-    config = make(position_embedding_type=kind, **({"rotary_percentage": 0.5} if kind == "rope" else {}))
+    rotary = {"kv_channels": 8, "rotary_percentage": 0.5} if kind == "rope" else {}
+    config = make(position_embedding_type=kind, **rotary)
     params, batch = random_params(config), random_batch()
     segments = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 0, 1]], np.int32)
@@ -176,6 +177,33 @@ def test_dropout_of_rate_zero_changes_nothing():
     dropout = Dropout(jax.random.key(1), jnp.arange(B))
     run = jax.jit(lambda dropout: losses(f, params, batch, dropout))
     np.testing.assert_array_equal(run(dropout), run(None))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "attention", "silent"), [(0.5, 0.0, ("attention", "out")), (0.5, 0.0, ("mlp", "down")), (0.0, 0.5, None)]
+)
+def test_every_site_drops_anew_in_every_layer(hidden, attention, silent):
+    config = make(hidden_dropout=hidden, attention_dropout=attention)
+    params, batch = random_params(config), random_batch()
+    if silent:  # leaves the other branch as the only one that can differ
+        params["blocks"][silent[0]][silent[1]] = jax.tree.map(np.zeros_like, params["blocks"][silent[0]][silent[1]])
+    layer, x = jax.tree.map(lambda p: p[0], params["blocks"]), np.ones((B, T, 16), np.float32)
+    dropout = Dropout(jax.random.key(0), jnp.arange(B))
+    run = jax.jit(lambda index: functions(config).block(layer, x, batch, dropout, index))
+    assert (run(0) != run(1)).mean() > 0.2
+
+
+def test_module_and_functions_drop_alike():
+    config = make(hidden_dropout=0.5, attention_dropout=0.5)
+    f, params, batch = functions(config), random_params(config), random_batch()
+    dropout = Dropout(jax.random.key(0), jnp.arange(B))
+    model = GPT(config, params=jax.tree.map(jnp.asarray, params))
+
+    def difference():
+        scores = model(batch["tokens"], dropout=dropout)
+        return cross_entropy(scores, batch["labels"]) - losses(f, params, batch, dropout)
+
+    np.testing.assert_allclose(jax.jit(difference)(), 0, atol=1e-5)
 
 
 def test_sixteen_bits_follow_float32():
