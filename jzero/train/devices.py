@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero.errors import JzeroError
 from jzero.mesh import make_mesh
@@ -54,14 +56,15 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
     """
     if not _platforms() and not accelerator_present():
         _try_update("jax_platforms", "cpu")
-    if _platforms().split(",")[0] == "cpu":
-        created = trainer.devices > 0 and _try_update("jax_num_cpu_devices", trainer.devices)
-        if created and trainer.devices > 1:
-            note(f"no accelerator in use: training on {trainer.devices} virtual CPU devices of this machine")
-        elif created:
-            note("no accelerator in use: training on the CPU")
+    if _platforms().split(",")[0] == "cpu" and trainer.devices > 0:
+        _try_update("jax_num_cpu_devices", trainer.devices)
     if trainer.num_nodes > 1 and not jax.distributed.is_initialized():
         _join_hosts(trainer.num_nodes)
+    here = jax.local_devices()
+    if here[0].platform == "cpu" and jax.process_index() == 0:
+        note(
+            "no accelerator in use: running on " + (f"{len(here)} virtual CPU devices" if len(here) > 1 else "the CPU")
+        )
     return len(jax.devices())
 
 
@@ -76,6 +79,18 @@ def build_mesh(config: Config, note: Callable[[str], None] = print) -> tuple[Con
     devices = jax.devices()[: config.num_devices]
     mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=devices)
     return config, mesh
+
+
+def as_process_0(value: bool) -> bool:
+    """What process 0 calls this with; every process of a run has to call it.
+
+    Example:
+        >>> as_process_0(True)
+        True
+    """
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def _platforms() -> str:

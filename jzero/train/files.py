@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,7 @@ class RunFolder:
     Args:
         path: the folder; missing parents are created.
         writer: whether this process writes (process 0 of a run). Others neither create nor lock.
+        agree: from whether this process got the folder to whether the writer did; called once by every process.
 
     Raises:
         JzeroError: the folder cannot be made (a parent is a regular file, the disk is full), or another process trains
@@ -98,9 +99,10 @@ class RunFolder:
         True
     """
 
-    def __init__(self, path: Path, *, writer: bool = True):
+    def __init__(self, path: Path, *, writer: bool = True, agree: Callable[[bool], bool] = bool):
         self.path = path
         self.writer = writer
+        self._agree = agree
         self._created: Path | None = None  # the topmost folder that was not there before
         self._was_empty = False
         self._lock = -1
@@ -116,7 +118,10 @@ class RunFolder:
                 self._create()
             except BaseException:
                 self._discard()
+                self._agree(False)
                 raise
+        if not self._agree(True):
+            raise JzeroError(f"run folder {self.path}: expected process 0 to open it, found that it could not")
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

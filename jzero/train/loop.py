@@ -26,7 +26,7 @@ from jzero.data.loader import batches, build_datasets, config_tokenizer
 from jzero.errors import JzeroError
 from jzero.train.checkpoint import Checkpoints, changed_keys
 from jzero.train.config import Config, to_yaml
-from jzero.train.devices import build_mesh
+from jzero.train.devices import as_process_0, build_mesh
 from jzero.train.files import RunFolder, disk_errors, write_atomic
 from jzero.train.generate import generate
 from jzero.train.metrics import Metrics, Record
@@ -76,7 +76,7 @@ def train(config: Config) -> TrainResult:
     with disk_errors(f"run {path}"):
         data = build_datasets(config, tokenizer)
         program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-        with RunFolder(path, writer=is_main) as folder:
+        with RunFolder(path, writer=is_main, agree=as_process_0) as folder:
             return Run(config, program, data, tokenizer, folder, reporter).run()
 
 
