@@ -72,13 +72,13 @@ def scatter_gradients(
         return ScatterState(make_plan(params, mesh, axis=axis, param_specs=param_specs, stacked=stacked))
 
     def update(updates: Any, state: ScatterState, params: Any = None, **_: Any) -> tuple[Any, ScatterState]:
-        leaves, bound = state.plan.leaves, regions.bound_axes()
-        values, kinds = kinds_.prepare(updates, state.plan, replica, gradients, grad_sync_dtype, mesh)
+        plan, bound = state.plan.like(updates), regions.bound_axes()
+        values, kinds = kinds_.prepare(updates, plan, replica, gradients, grad_sync_dtype, mesh)
         if not bound:
-            return state.plan.unflatten([g.astype(jnp.float32) for g in values]), state
-        scatter = _scatter_program(state.plan, kinds, replica, jnp.dtype(grad_sync_dtype), mesh, bound)
-        shards = [kinds_.Scattered(x, leaf) for x, leaf in zip(scatter(values), leaves, strict=True)]
-        return state.plan.unflatten(shards), state
+            return plan.unflatten([g.astype(jnp.float32) for g in values]), state
+        scatter = _scatter_program(plan, kinds, replica, jnp.dtype(grad_sync_dtype), mesh, bound)
+        shards = [kinds_.Scattered(x, leaf) for x, leaf in zip(scatter(values), plan.leaves, strict=True)]
+        return plan.unflatten(shards), state
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 

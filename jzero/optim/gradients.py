@@ -203,6 +203,7 @@ def prepare(
     nodes = plan.flatten(grads, "gradients")
     pairs = list(zip(nodes, plan.leaves, strict=True))
     for g, leaf in pairs:
+        _check_region(leaf)
         if not is_scattered(g):
             check_shape(g, leaf, "gradient")
     kinds: tuple[Kind, ...] = tuple(kind_of(g, leaf, replica, declared) for g, leaf in pairs)
@@ -212,6 +213,16 @@ def prepare(
         for (g, leaf), kind in zip(pairs, kinds, strict=True)
     ]
     return values, kinds
+
+
+def _check_region(leaf: Leaf) -> None:
+    """Refuse a region that would read the flat dimension of a leaf's shards in another order than the devices'."""
+    bound = {*regions.bound_axes()}
+    if leaf.shares_flat_dimension and leaf.axis and leaf.axis not in bound and (inner := bound & {*leaf.spec[-1]}):
+        raise ValueError(
+            f"{leaf.path}: its shards are split over '{leaf.axis}' and {leaf.spec[-1]} in one dimension, but shard_map "
+            f"binds {sorted(inner)} alone; bind '{leaf.axis}' too, or none of them"
+        )
 
 
 def grad_specs(plan: Plan, kinds: Sequence[Kind], bound: Sequence[str]) -> list[PartitionSpec]:

@@ -25,17 +25,17 @@ TOLERANCE = 2.0**-20
 
 def check(core: Any, params: Any, state: Any) -> None:
     """Raise a ValueError that names the first leaf whose master has another value than its parameter."""
-    stored = state.plan.flatten(state.master, "master")
-    kept = [i for i, leaf in enumerate(state.plan.leaves) if core.has_master(leaf)]
+    plan = state.plan.like(params)
+    kept = [i for i, leaf in enumerate(plan.leaves) if core.has_master(leaf)]
     if not kept:
         return
-    flat = state.plan.flatten(params, "params")
-    program = _program(core, state.plan, tuple(kept))
+    flat, stored = plan.flatten(params, "params"), plan.flatten(state.master, "master")
+    program = _program(core, plan, tuple(kept))
     differences, largest = jax.device_get(program([flat[i] for i in kept], [stored[i] for i in kept]))
     for i, difference, size in zip(kept, differences, largest, strict=True):
         if not difference <= TOLERANCE * size:
             raise ValueError(
-                f"{state.plan.leaves[i].path}: the parameter differs by up to {difference:.3g} from what its float32 "
+                f"{plan.leaves[i].path}: the parameter differs by up to {difference:.3g} from what its float32 "
                 "master rounds to, so something changed updates or parameters after zero; put every transformation "
                 "before zero in the chain, choose master='none', or call init again after editing parameters"
             )

@@ -6,7 +6,7 @@ with zeros and cut into equal pieces. Nothing is ever replicated silently: `part
 
     [V, D], spec (tensor, None), data d        split along D: shard [V, D/d], spec (tensor, data)
     [7], data 4                                flattened, padded to 8: shard [2], global [8], spec (data,)
-    [6], spec (tensor,), tensor 2, data 2      its parts flattened: shard [1, 2], global [2, 4], spec (tensor, data)
+    [6], spec (tensor,), tensor 2, data 2      its parts flattened: shard [2], global [8], spec ((data, tensor),)
     [L, 7], one stacked dimension, data 4      flattened per layer: shard [L, 2], global [L, 8], spec (None, data)
 
 A plan is static and hashable; it travels inside the optimizer's state, so `update` needs nothing but its arguments.
@@ -73,18 +73,17 @@ class Leaf:
 
     @property
     def _kept(self) -> range:
-        """Dimensions that a flattened leaf keeps for the axes that split them, in front of the flat one.
+        """Dimensions in front of the flat one; they keep the axes that split them."""
+        return range(self.stacked, max(len(self.spec) - 1, self.stacked))
 
-        Sharing one dimension between those axes and the data axis would fix an order of the two, which a region over
-        some of them only (`shard_map` over data alone) could not keep. An unsplit last dimension makes room for it.
-        """
-        return range(
-            self.stacked, len(self.spec) if self.spec and self.spec[-1] else max(len(self.spec) - 1, self.stacked)
-        )
+    @property
+    def shares_flat_dimension(self) -> bool:
+        """Whether other axes split the flat dimension too: data is the outer one there."""
+        return self.split is None and len(self.spec) > self.stacked and self.others[-1] > 1
 
     @property
     def shard_local_shape(self) -> tuple[int, ...]:
-        """Shape of one shard on its device."""
+        """Shape of one shard on its device. A flattened shard has its leaf's number of dimensions, at least one."""
         if self.split is None:
             return (*self.local_shape[: self.stacked], *(1 for _ in self._kept), self.flat_size)
         return tuple(n // self.ranks if i == self.split else n for i, n in enumerate(self.local_shape))
@@ -93,8 +92,8 @@ class Leaf:
     def shard_shape(self) -> tuple[int, ...]:
         """Global shape of the array that holds all shards."""
         if self.split is None:
-            kept = (self.others[i] for i in self._kept)
-            return (*self.shape[: self.stacked], *kept, self.flat_size * self.ranks)
+            parts = self.ranks * (self.others[-1] if len(self.spec) > self.stacked else 1)
+            return (*self.shape[: self.stacked], *(self.others[i] for i in self._kept), self.flat_size * parts)
         return self.shape
 
     @property
@@ -102,7 +101,8 @@ class Leaf:
         """Sharding of the array that holds all shards."""
         own = () if self.axis is None or self.resident else (self.axis,)
         if self.split is None:
-            return _partition_spec((*self.spec[: self.stacked], *(self.spec[i] for i in self._kept), own))
+            last = self.spec[-1] if len(self.spec) > self.stacked else ()
+            return _partition_spec((*self.spec[: self.stacked], *(self.spec[i] for i in self._kept), (*own, *last)))
         return _partition_spec(tuple((*names, *own) if i == self.split else names for i, names in enumerate(self.spec)))
 
     @property
@@ -140,6 +140,16 @@ class Plan(NamedTuple):
         """A tree of the parameters' structure with one value per leaf."""
         return jax.tree.unflatten(self.treedef, values)
 
+    def like(self, params: Any) -> Plan:
+        """This plan for the same leaves in other nodes: NNX gives Variables to `init`, and to `update` their arrays."""
+        treedef = jax.tree.structure(params)
+        if treedef == self.treedef:
+            return self
+        plain = lambda path: path.replace(".value", "")
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        alike = [plain(name) for name in names] == [plain(leaf.path) for leaf in self.leaves]
+        return self._replace(treedef=treedef) if alike else self
+
     def flatten(self, tree: Any, what: str) -> list[Any]:
         """The values of a tree of the same structure, one per leaf; `what` names it in the error.
 
@@ -150,6 +160,22 @@ class Plan(NamedTuple):
             return self.treedef.flatten_up_to(tree)
         except ValueError:
             raise ValueError(_structure_message(self, tree, what)) from None
+
+
+def owners(state: Any, plan: Plan) -> list[Leaf | None]:
+    """Which parameter each array of an inner transformation's abstract state belongs to, in order; None: to none.
+
+    An array belongs to the parameter whose path ends its own, as in `state.mu["w"]`, if it has the shape of its shards.
+    Unlike `optax.tree.map_params`, this takes masks and labels that are functions of the parameters.
+    """
+    named = jax.tree_util.tree_leaves_with_path(plan.unflatten(plan.leaves))
+    by_path: dict[tuple[Any, ...], Leaf] = {tuple(path): leaf for path, leaf in named}
+
+    def owner(path: Sequence[Any], x: Any) -> Leaf | None:
+        ends = (by_path.get(tuple(path[i:])) for i in range(len(path) + 1))
+        return next((leaf for leaf in ends if leaf and leaf.shard_shape == x.shape), None)
+
+    return [owner(path, x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def _structure_message(plan: Plan, tree: Any, what: str) -> str:

@@ -6,9 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
-from jzero.optim.partition import Leaf
+from jzero.optim.partition import Leaf, owners
 
 
 class ReportRow(NamedTuple):
@@ -40,23 +39,19 @@ def describe(leaf: Leaf) -> str:
     return f"dimension {leaf.split} of {len(leaf.shape)}"
 
 
-def is_masked(x: Any) -> bool:
-    """Whether optax has left a parameter out here (an `is_leaf` predicate)."""
-    return isinstance(x, optax.MaskedNode)
-
-
-def partition_report(state: Any, tx: optax.GradientTransformation) -> PartitionReport:
-    """The report of an abstract `ZeroState` whose inner transformation is `tx`."""
+def partition_report(state: Any) -> PartitionReport:
+    """The report of an abstract `ZeroState`."""
     sizes = dict.fromkeys((leaf.path for leaf in state.plan.leaves), 0)
 
-    def add(x: Any, leaf: Leaf) -> Any:
-        if not is_masked(x):
-            sizes[leaf.path] += x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-        return x
+    def add(x: Any, leaf: Leaf) -> None:
+        sizes[leaf.path] += x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
 
-    optax.tree.map_params(tx, add, state.inner, state.plan.unflatten(state.plan.leaves), is_leaf=is_masked)
+    for x, leaf in zip(jax.tree.leaves(state.inner), owners(state.inner, state.plan), strict=True):
+        if leaf is not None:
+            add(x, leaf)
     for stored, leaf in zip(state.plan.flatten(state.master, "master"), state.plan.leaves, strict=True):
-        jax.tree.map(lambda x, leaf=leaf: add(x, leaf), stored)
+        for x in jax.tree.leaves(stored):
+            add(x, leaf)
     return PartitionReport(
         ReportRow(leaf.path, leaf.shape, leaf.dtype, describe(leaf), leaf.shard_local_shape, sizes[leaf.path])
         for leaf in state.plan.leaves

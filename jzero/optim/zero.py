@@ -28,8 +28,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.optim import chain, collectives, gradients, masters, precision, regions
 from jzero.optim.gradients import KINDS
-from jzero.optim.partition import Leaf, Plan, make_plan
-from jzero.optim.report import PartitionReport, is_masked, partition_report
+from jzero.optim.partition import Leaf, Plan, make_plan, owners
+from jzero.optim.report import PartitionReport, partition_report
 
 MASTERS = ("auto", "fp32", "none")
 Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -74,7 +74,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
             'dimension 0 of 2'
         """
-        return partition_report(self.core.abstract_init(params), self.core.transformation(self.core.plan(params)))
+        return partition_report(self.core.abstract_init(params))
 
     def check_masters(self, params: Any, state: ZeroState) -> None:
         """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
@@ -208,6 +208,8 @@ class Zero:
         """How every leaf of `params` is split."""
         plan = make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
         for leaf in plan.leaves:
+            if shared := sorted({*leaf.axes} & {*self.replica}):
+                raise ValueError(f"{leaf.path}: it is split over {shared}, over which its state is to be repeated")
             wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
             if self.master == "none" and wire.itemsize < jnp.dtype(leaf.dtype).itemsize:
                 raise ValueError(
@@ -263,12 +265,8 @@ class Zero:
         tx = self.transformation(plan)
         shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
         abstract = jax.eval_shape(tx.init, plan.unflatten(shapes))
-        spec = lambda x, leaf: x if is_masked(x) else leaf.shard_spec
-        inner = optax.tree.map_params(
-            tx, spec, abstract, plan.unflatten(plan.leaves),
-            transform_non_params=lambda _: PartitionSpec(), is_leaf=is_masked,
-        )  # fmt: skip
-        return ZeroState(plan.unflatten(master), inner, plan)
+        inner = [PartitionSpec() if leaf is None else leaf.shard_spec for leaf in owners(abstract, plan)]
+        return ZeroState(plan.unflatten(master), jax.tree.unflatten(jax.tree.structure(abstract), inner), plan)
 
     def transformation(self, plan: Plan) -> optax.GradientTransformationExtraArgs:
         """The inner transformation for these parameters."""
@@ -304,17 +302,17 @@ class Zero:
         self, grads: Any, state: ZeroState, params: Any, extra: dict[str, Any], *, direct: bool
     ) -> tuple[Any, ZeroState]:
         """The three phases. `direct` returns new parameters, otherwise updates."""
-        plan = state.plan
         if params is None:
             raise ValueError("zero: update needs the parameters; call tx.update(grads, state, params)")
+        plan = state.plan.like(params)
         flat = plan.flatten(params, "params")
         for p, leaf in zip(flat, plan.leaves, strict=True):
             gradients.check_parameter(p, leaf)
         values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
         extra = gradients.numeric(extra)
         program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
-        out, state = program(values, state, flat, extra)
-        return plan.unflatten(out), state
+        out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
+        return plan.unflatten(out), dataclasses.replace(after, plan=state.plan)
 
     @functools.cache  # noqa: B019  one entry per plan and kind of call
     def _step_program(
