@@ -1,8 +1,8 @@
 """The device mesh: the names of its axes, how it is made, and how a batch lies on it.
 
-Axes, outermost first: `pipeline`, `replica`, `data`, `tensor`. Neighbouring devices (the fastest links) hold neighbouring
-`tensor` ranks. Optimizer state is sharded over `data` and repeated over `replica`; on many hosts: shard inside the host,
-replicate across. An axis of size 1 costs nothing.
+Axes, outermost first: `pipeline`, `replica`, `data`, `tensor`. Neighbouring devices (the fastest links) hold
+neighbouring `tensor` ranks. Optimizer state is sharded over `data` and repeated over `replica`; on many hosts: shard
+inside the host, replicate across. An axis of size 1 costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def make_mesh(
     """A mesh with jzero's four axes.
 
     Args:
-        data: ranks that split the optimizer state (and the batch). One of the four sizes may be -1: the rest of the devices.
+        data: ranks that split the optimizer state (and the batch). One of the four sizes may be -1: the rest of the
+            devices.
         tensor: ranks that split single matrices.
         pipeline: stages that split the layers.
         replica: copies of the sharded state (the batch is split over them as well).
@@ -49,7 +50,7 @@ def make_mesh(
         >>> make_mesh(data=-1).axis_names
         ('pipeline', 'replica', 'data', 'tensor')
     """
-    sizes = dict(pipeline=pipeline, replica=replica, data=data, tensor=tensor)
+    sizes = {"pipeline": pipeline, "replica": replica, "data": data, "tensor": tensor}
     count = len(jax.devices() if devices is None else devices)
     shape = _fill(sizes, count)
     return jax.make_mesh(shape, AXES, axis_types=(axis_type,) * len(AXES), devices=devices)
@@ -76,8 +77,8 @@ def batch_spec(leading: int = 0) -> PartitionSpec:
     """The sharding of an array of samples: dimension `leading` is split over replica and data, the rest is whole.
 
     Example:
-        >>> batch_spec()
-        PartitionSpec(('replica', 'data'),)
+        >>> batch_spec() == PartitionSpec(("replica", "data"))
+        True
     """
     return PartitionSpec(*([None] * leading), BATCH_AXES)
 

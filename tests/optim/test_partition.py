@@ -55,9 +55,7 @@ def test_where_a_leaf_is_cut(sizes, shape, spec, stacked, split, whole, shard_sp
     sharding = NamedSharding(mesh(**sizes), leaf.shard_spec)
     assert sharding.shard_shape(leaf.shard_shape) == local
     assert leaf.resident == ("data" in str(spec))
-    assert len(whole) == max(
-        len(shape), stacked + 1 if split is None else 0
-    )  # for masks by dimensions
+    assert len(whole) == max(len(shape), stacked + 1 if split is None else 0)  # for masks by dimensions
 
 
 @pytest.mark.parametrize("sizes", [DATA8, DATA2], ids=["data 8", "data 2 tensor 2 pipeline 2"])
