@@ -13,15 +13,10 @@ is removed on the next start; one that cannot be read is set aside, and the one 
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import math
 import shutil
-import sys
 import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,25 +26,14 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jzero.errors import JzeroError
+from jzero.optim.partition import Plan
 from jzero.train.files import disk_errors
-from jzero.train.state_tree import fingerprints, first_difference, join, nested, split, unsplit
+from jzero.train.identity import check_same
+from jzero.train.orbax_io import Keep, UnreadableError, join_threads, no_echo, reading
+from jzero.train.reshape import parameters, readable, to_wanted
+from jzero.train.state_tree import fingerprints, join, nested, split, unsplit
 
 Record = dict[str, Any]
-
-# Keys of the model's configuration that decide what its numbers mean. (Others may change between two parts of a run.)
-_MEANING = {
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "activation", "bias", "transformer_block_type", "position_embedding_type",
-    "rotary_base", "rotary_percentage", "share_embeddings_and_output_weights", "vocab_size",
-    "library",
-}  # fmt: skip
-
-# Orbax logs the traceback of every failed thread; each of those failures is raised here as well, as one line.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-
-class UnreadableError(Exception):
-    """A checkpoint whose files cannot be read back as they were written."""
 
 
 class Checkpoints:
@@ -62,6 +46,8 @@ class Checkpoints:
         async_save: write in the background; the next save, `wait` or `close` waits for it.
         note: called with one line where something was ignored or set aside.
         read_only: only look; whatever another process is writing there is left alone.
+        plan: how the model's parameters are cut. With it, leaves whose shape depends on the number of ranks are taken
+            up from another number of them.
 
     Example:
         >>> import tempfile
@@ -90,13 +76,15 @@ class Checkpoints:
         async_save: bool = True,
         note: Callable[[str], None] = print,
         read_only: bool = False,
+        plan: Plan | None = None,
     ):
         if last_k < 1:
             raise JzeroError(f"exp_manager.checkpoint.save_last_k: expected at least 1, found {last_k}")
         self.folder = folder / "checkpoints"
-        self._policy = _Keep(top_k, last_k)
+        self._policy = Keep(top_k, last_k)
         self._async = async_save
         self._note = note
+        self._leaves = parameters(plan) if plan else {}
         self._writing: Any = None
         self._threads_before: set[threading.Thread] = set()
         self._is_main = jax.process_index() == 0
@@ -190,34 +178,34 @@ class Checkpoints:
             JzeroError: they are of another model.
             UnreadableError: they cannot be read.
         """
-        record, shapes = self._describe(step)
-        wanted = {"params": nested(abstract)}
-        _check_same(self.folder / str(step), wanted, {"params": shapes["params"]}, record, None)
-        return join(abstract, self._load(step, wanted, record)["params"])
+        return join(abstract, self._load(step, {"params": nested(abstract)}, None)[0]["params"])
 
     def _read(self, step: int, abstract: Any, model: Record | None) -> tuple[Any, Record]:
-        record, shapes = self._describe(step)
-        wanted = split(abstract)
-        _check_same(self.folder / str(step), wanted, shapes, record, model)
-        state = unsplit(abstract, self._load(step, wanted, record))
+        loaded, record = self._load(step, split(abstract), model)
+        state = unsplit(abstract, loaded)
         if int(state.step) != step:
             raise UnreadableError(f"it holds step {int(state.step)}")
         return state, record
 
     def _describe(self, step: int) -> tuple[Record, dict[str, Any]]:
         """The record of a checkpoint and its trees of shapes, without reading arrays."""
-        metadata = _reading(lambda: self._orbax.checkpointables_metadata(step))
+        metadata = reading(lambda: self._orbax.checkpointables_metadata(step))
         record: Any = metadata.custom_metadata
         if not record or record.get("step") != step or set(metadata.metadata) < {"params", "optimizer"}:
             raise UnreadableError("missing files")
         return dict(record), dict(metadata.metadata)
 
-    def _load(self, step: int, wanted: dict[str, Any], record: Record) -> dict[str, Any]:
-        loaded = _reading(lambda: self._orbax.load_checkpointables(step, wanted))
-        for path, bits in fingerprints({name: loaded[name] for name in wanted}).items():
+    def _load(self, step: int, wanted: dict[str, Any], model: Record | None) -> tuple[dict[str, Any], Record]:
+        """The trees of `wanted`, checked, and the record."""
+        record, shapes = self._describe(step)
+        reads = readable(wanted, shapes, self._leaves)
+        check_same(self.folder / str(step), reads, shapes, record, model)
+        loaded = reading(lambda: self._orbax.load_checkpointables(step, reads))
+        loaded = {name: loaded[name] for name in wanted}
+        for path, bits in fingerprints(loaded).items():
             if record["fingerprints"].get(path) != bits:
                 raise UnreadableError(f"other bits than were saved in {path}")
-        return loaded
+        return to_wanted(loaded, wanted, self._leaves), record
 
     def _open(self) -> ocp.training.Checkpointer:
         with disk_errors(f"checkpoints {self.folder}"):
@@ -243,18 +231,24 @@ class Checkpoints:
     def _cleaned_up(self) -> Iterator[None]:
         """Around a save: an error of the disk becomes one line, and what was half-written is removed."""
         try:
-            with _no_echo(), disk_errors(f"checkpoint in {self.folder}"):
+            with no_echo(), disk_errors(f"checkpoint in {self.folder}"):
                 yield
         except BaseException:
             with contextlib.suppress(Exception):  # the same error once more
                 self._orbax.close()
-            _join(self._threads_before)
+            join_threads(self._threads_before)
             self._remove_unfinished()
             self._orbax = self._open()
             raise
 
 
-def load_params(run: Path, abstract: Any, which: str = "best", note: Callable[[str], None] = print) -> Any:
+def load_params(
+    run: Path,
+    abstract: Any,
+    which: str = "best",
+    note: Callable[[str], None] = print,
+    plan: Plan | None = None,
+) -> Any:
     """The parameters of a run, as arrays with the shardings of `abstract` (any mesh, any machine).
 
     Args:
@@ -262,13 +256,14 @@ def load_params(run: Path, abstract: Any, which: str = "best", note: Callable[[s
         abstract: the parameters as `jax.ShapeDtypeStruct`s with shardings.
         which: "best" by validation loss (the last, if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read; the next candidate is taken.
+        plan: see `Checkpoints`.
 
     Raises:
         JzeroError: there is no such checkpoint, none can be read, or it is of another model.
     """
     if not (run / "checkpoints").is_dir():
         raise JzeroError(f"{run}: expected checkpoints, found none; was exp_manager.create_checkpoint_callback on?")
-    checkpoints = Checkpoints(run, note=note, read_only=True)
+    checkpoints = Checkpoints(run, note=note, read_only=True, plan=plan)
     try:
         newest = checkpoints.steps[::-1]
         candidates = {"best": [*dict.fromkeys([*checkpoints.best(), *newest])], "last": newest}.get(which)
@@ -282,97 +277,3 @@ def load_params(run: Path, abstract: Any, which: str = "best", note: Callable[[s
         raise JzeroError(f"{run}: expected a readable checkpoint '{which}', found only steps {checkpoints.steps}")
     finally:
         checkpoints.close()
-
-
-def _reading(read: Callable[[], Any]) -> Any:
-    """Calls `read`; whatever a damaged checkpoint makes Orbax raise becomes UnreadableError."""
-    with _no_echo():
-        try:
-            return read()
-        except (jax.errors.JaxRuntimeError, MemoryError):  # a device's trouble, not the file's
-            raise
-        except Exception as error:
-            why = " ".join(str(error).split())[:120]
-        time.sleep(0.1)  # other coroutines of the same read are still failing in Orbax's threads
-        gc.collect()
-    raise UnreadableError(why)
-
-
-def _join(but: set[threading.Thread], seconds: float = 5.0) -> None:
-    """Waits for the threads that started since `but` was all there were.
-
-    When a write fails, Orbax leaves the other writes of the same save under way, and they would make files again.
-    """
-    deadline = time.monotonic() + seconds
-    with _no_echo():
-        for thread in set(threading.enumerate()) - but:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-@contextmanager
-def _no_echo() -> Iterator[None]:
-    """Keeps quiet the coroutines that Orbax leaves behind, each of which reports the same failure once more."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
-    finally:
-        sys.unraisablehook = hook
-
-
-class _Keep:
-    """Orbax's question which checkpoints stay: the last few, and the best few by validation loss."""
-
-    def __init__(self, top_k: int, last_k: int):
-        self._top_k, self._last_k = top_k, last_k
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """For each checkpoint, oldest first, whether it stays."""
-        best = sorted((c.metrics["val_loss"], -c.step) for c in checkpoints if c.metrics)
-        stay = {-step for _, step in (best if self._top_k < 0 else best[: self._top_k])}
-        stay.update(c.step for c in checkpoints[-self._last_k :])
-        return [c.step in stay for c in checkpoints]
-
-
-def _check_same(folder: Path, expected: Any, found: Any, record: Record, now: Record | None) -> None:
-    """Raises where a checkpoint is of another model: a leaf differs, or a key that decides what the leaves mean."""
-    saved = record.get("model") or {}
-    keys = [key for key in changed_keys(saved, now or saved) if key.rpartition(".")[2] in _MEANING]
-    hint = ", ".join(f"model.{key} was {_at(saved, key)}, is {_at(now, key)}" for key in keys[:3])
-    difference = None
-    for name in expected:
-        difference = difference or first_difference(expected[name], found[name], name)
-    if difference is None and keys:
-        difference = (f"model.{keys[0]}", str(_at(now, keys[0])), str(_at(saved, keys[0])))
-        hint = "the same shapes mean another model"
-    if difference:
-        path, want, have = difference
-        why = hint or f"it was saved on the mesh {record.get('mesh')}"
-        raise JzeroError(
-            f"checkpoint {folder} is of another model: {path}: expected {want}, found {have} ({why}); "
-            "restore the old settings or train under another exp_manager.name"
-        )
-
-
-def changed_keys(saved: Record, now: Record) -> list[str]:
-    """The dotted keys whose values differ between two nested records.
-
-    Example:
-        >>> changed_keys({"optim": {"lr": 1e-3}, "seed": 1}, {"optim": {"lr": 2e-3}, "seed": 1})
-        ['optim.lr']
-    """
-    before, after = dict(_flat(saved)), dict(_flat(now))
-    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
-
-
-def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _at(record: Record | None, key: str) -> Any:
-    return dict(_flat(record or {})).get(key)

@@ -110,7 +110,7 @@ def generate_from_run(
     config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), note)
     tokenizer = config_tokenizer(config)
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-    params = load_params(run, program.abstract.params, checkpoint, note)
+    params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
     yield prompt
     yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
 

@@ -24,11 +24,12 @@ import jax
 
 from jzero.data.loader import batches, build_datasets, config_tokenizer
 from jzero.errors import JzeroError
-from jzero.train.checkpoint import Checkpoints, changed_keys
+from jzero.train.checkpoint import Checkpoints
 from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh
 from jzero.train.files import RunFolder, disk_errors, write_atomic
 from jzero.train.generate import generate
+from jzero.train.identity import changed_keys
 from jzero.train.metrics import Metrics, Record
 from jzero.train.progress import Reporter
 from jzero.train.signals import StopSignals
@@ -106,7 +107,7 @@ class Run:
         self.val_step = 0  # of the last evaluation
         self.checkpoints: Checkpoints | None = None
         self.metrics: Metrics | None = None
-        self.checkpoints = _open_checkpoints(config, folder.path, report.note)
+        self.checkpoints = _open_checkpoints(config, folder.path, report.note, program.layout.plan)
         try:
             self.state, self.step = self._restore_or_init()
             jax.block_until_ready(self.state)
@@ -299,7 +300,7 @@ def _validation(config: Config, dataset: Any) -> tuple[Any, int]:
     return dataset, min(limit, max(whole, 1))
 
 
-def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None]) -> Checkpoints | None:
+def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None], plan: Any) -> Checkpoints | None:
     manager, keep = config.exp_manager, config.exp_manager.checkpoint
     old = [name for name in ("metrics.jsonl", "checkpoints") if (path / name).exists()]
     if old and not manager.resume_if_exists:
@@ -309,7 +310,14 @@ def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None]) -
         )
     if not manager.create_checkpoint_callback:
         return None
-    return Checkpoints(path, top_k=keep.save_top_k, last_k=keep.save_last_k, async_save=keep.async_save, note=note)
+    return Checkpoints(
+        path,
+        top_k=keep.save_top_k,
+        last_k=keep.save_last_k,
+        async_save=keep.async_save,
+        note=note,
+        plan=plan,
+    )
 
 
 def _open_metrics(config: Config, folder: RunFolder, step: int) -> Metrics | None:

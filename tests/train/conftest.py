@@ -6,6 +6,7 @@ where they divide, so checkpoints really are sharded.
 """
 
 import json
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.data.text import build
 from jzero.mesh import batch_spec
+from jzero.optim.partition import make_plan
 
 
 class State(NamedTuple):
@@ -30,6 +32,7 @@ class SmallProgram:
         self.config, self.mesh, self.vocab_size, self.width = config, mesh, vocab_size, width
         self.tx = optax.adam(1e-2)
         self.abstract = jax.tree.map(self._split, jax.eval_shape(self._new))
+        self.layout = SimpleNamespace(plan=make_plan(jax.eval_shape(self._new).params, mesh, axis="data"))
         self.step = jax.jit(self._step, donate_argnums=0)
         self.evaluate = jax.jit(self._evaluate)
         self.logits = jax.jit(self._logits)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jzero import JzeroError, make_mesh
-from jzero.train.checkpoint import Checkpoints, changed_keys, load_params
+from jzero.train.checkpoint import Checkpoints, load_params
+from jzero.train.identity import changed_keys
 
 MODEL = {"hidden_size": 32, "num_attention_heads": 4, "optim": {"lr": 1e-3}}
 CONFIG = SimpleNamespace(model=SimpleNamespace(seed=1, encoder_seq_length=8))

@@ -1,0 +1,130 @@
+"""A state saved on one number of ranks is taken up on another, whatever does not divide."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero import JzeroError, make_mesh
+from jzero.optim.partition import make_plan
+from jzero.train.checkpoint import Checkpoints, load_params
+from jzero.train.reshape import is_form
+
+SHAPES = {"blocks": {"w": (2, 5, 7), "v": (3, 7)}, "b": (7,), "even": (12, 5), "one": ()}
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+    opt: Any
+
+
+def stacked(path: str) -> int:
+    return int("blocks" in path)
+
+
+def setup(ranks: int, dtype: Any = jnp.bfloat16):
+    mesh = make_mesh(data=ranks, devices=jax.devices()[:ranks])
+    tx = jzero.distributed_fused_adam(1e-2, mesh=mesh, stacked=stacked, gradients="reduced")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    abstract = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere),
+        SHAPES,
+        is_leaf=lambda x: type(x) is tuple,
+    )
+    plan = make_plan(abstract, mesh, axis="data", stacked=stacked)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return tx, State(step, abstract, tx.init(abstract)), plan
+
+
+def random_params(abstract: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), abstract)
+
+
+def numbers(state: State) -> list[np.ndarray]:
+    """The numbers of a state in order, without padding: the same for every number of ranks."""
+    out = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        keys = [getattr(key, "key", None) for key in path]
+        shape = next((s for s in (_at(SHAPES, keys[i:]) for i in range(len(keys))) if s is not None), leaf.shape)
+        lead = shape[: int("blocks" in keys)]
+        flat = np.asarray(leaf, np.float32).reshape(*lead, -1)
+        out.append(flat[..., : math.prod(shape[len(lead) :])])
+        assert not flat[..., math.prod(shape[len(lead) :]) :].any()  # padding is zero
+    return out
+
+
+def _at(tree: Any, keys: list) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree if type(tree) is tuple else None
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (5, 1), (1, 7), (4, 2)])
+def test_from_one_number_of_ranks_to_another(tmp_path, before, after):
+    tx, abstract, plan = setup(before)
+    params = random_params(abstract.params, 0)
+    params, opt = jax.jit(tx.step)(random_params(abstract.params, 1), tx.init(params), params)
+    state = State(jnp.int32(1), params, opt)
+    checkpoints = Checkpoints(tmp_path, plan=plan)
+    checkpoints.save(1, state._replace(step=jax.device_put(1, abstract.step.sharding)), {})
+    checkpoints.close()
+
+    tx, abstract, plan = setup(after)
+    checkpoints = Checkpoints(tmp_path, plan=plan)
+    found = checkpoints.restore(abstract)
+    checkpoints.close()
+    assert found is not None
+    for one, other in zip(numbers(state), numbers(found[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    want = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(abstract)]
+    assert [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(found[0])] == want
+    jax.jit(tx.step)(random_params(abstract.params, 2), found[0].opt, found[0].params)  # and training goes on
+
+
+def test_stored_shards_become_whole_parameters(tmp_path):
+    """As `jzero generate` meets them: parameters kept as shards on 5 ranks, wanted whole on one."""
+    _, abstract, plan = setup(5)
+    whole = random_params(abstract.params, 0)
+    flat = []
+    for leaf, x in zip(plan.leaves, jax.tree.leaves(whole), strict=True):
+        lead = leaf.shape[: leaf.stacked]
+        rest = np.asarray(x).reshape(*lead, -1)
+        room = math.prod(leaf.shard_shape[leaf.stacked :])
+        rest = np.pad(rest, [(0, 0)] * len(lead) + [(0, room - rest.shape[-1])]).reshape(leaf.shard_shape)
+        sharding = jax.sharding.NamedSharding(abstract.step.sharding.mesh, leaf.shard_spec)
+        flat.append(jax.device_put(rest, sharding))
+    assert {x.shape for x in flat} != {x.shape for x in jax.tree.leaves(whole)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(0, State(jnp.int32(0), plan.unflatten(flat), {"count": jnp.int32(0)}), {})
+    checkpoints.close()
+    _, one, plan = setup(1)
+    params = load_params(tmp_path, one.params, plan=plan)
+    for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    with pytest.raises(JzeroError, match=r"params/.*: expected bfloat16\[.*\], found bfloat16\[.*\]"):
+        load_params(tmp_path, one.params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 5, 7), True),
+        ((2, 1, 35), True),
+        ((2, 1, 36), True),
+        ((2, 1, 34), False),  # too small
+        ((3, 1, 36), False),  # other layers
+        ((2, 36), False),
+        ((2, 2, 36), False),
+        ((2, 7, 5), False),
+    ],
+)
+def test_forms_of_a_parameter(shape, expected):
+    _, _, plan = setup(1)
+    leaf = next(leaf for leaf in plan.leaves if leaf.path == "['blocks']['w']")
+    assert is_form(shape, leaf) is expected
