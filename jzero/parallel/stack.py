@@ -2,11 +2,14 @@
 
 Autodiff of a scan decides by itself what is kept and when gradients appear. Here both are explicit, as both matter:
 
-    forward    per layer: gather its weights (if they are shards), run it, keep what the backward pass needs
-    backward   per layer, last first: gather again (if not kept), its VJP, then scatter or accumulate its gradient
+    forward    per layer: gather the next layer's weights (if they are shards), run it, keep what the backward needs
+    backward   per layer, last first: gather the earlier layer's weights (if not kept), scatter the later layer's
+               gradient, run its VJP
 
-So layer i's reduce-scatter can run while layer i-1's backward computes, weights never enter the residuals, and the
-first micro-batch can gather while the last one scatters. All of it runs inside a manual region.
+So layer i+1's reduce-scatter and layer i-1's all-gather run while layer i computes, weights never enter the residuals,
+and the first micro-batch can gather while the last one scatters. The last layer (and the first, where weights are
+gathered again) stands outside the loop: nothing is gathered in vain, nothing is moved only to line things up. All of it
+runs inside a manual region.
 
 Letters: L layers, B samples of this rank, T positions, D model.
 """
@@ -69,24 +72,37 @@ class DataParallel:
             lambda g, leaf: collectives.scatter(g, leaf, replica=self.replica, dtype=self.grad_dtype), grads
         )
 
-    def zeros(self) -> Any:
-        """Float32 accumulators of full size, one per leaf, varying over the batch axes."""
-        return [collectives.vary(jnp.zeros(leaf.local_shape, jnp.float32), self.varying) for leaf in self.leaves]
-
     def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
         flat, treedef = jax.tree.flatten(tree)
         return treedef.unflatten([f(x, leaf) for x, leaf in zip(flat, self.leaves, strict=True)])
 
 
+class Layers(NamedTuple):
+    """The weights of all layers, whole or as shards."""
+
+    stacked: Any  # each [L, ...]; or [L - 1, ...] where the last layer stands apart
+    last: Any = None  # each [...]: the last layer's, where the first L - 1 came out of a scan without it
+    shards: bool = False  # whether they are shards, to be gathered layer by layer
+
+    @property
+    def count(self) -> int:
+        """Number of layers, L."""
+        return jax.tree.leaves(self.stacked)[0].shape[0] + (self.last is not None)
+
+    def at(self, i: Any) -> Any:
+        """Layer i's; `count - 1` as a Python int where the last layer stands apart."""
+        if self.last is not None and isinstance(i, int) and i == self.count - 1:
+            return self.last
+        return at(self.stacked, i)
+
+
 class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass."""
 
-    residuals: Sequence[Array]  # each [L, ...]: what the layers' VJPs need, without the weights
-    weights: Any  # each [L, ...]: the gathered weights where they are kept, else the weights given to forward
-    kept: bool  # whether `weights` are full
-    rebuild: Callable[
-        [Any, Sequence[Array]], Callable[[Array], tuple[Any, Array]]
-    ]  # (weights, residuals) -> a layer's VJP
+    layers: Layers  # whole weights where they are kept, else the shards that forward was given
+    residuals: Sequence[Array]  # each [L - 1, ...]: what the VJPs of all layers but the last need, without the weights
+    rebuild: Callable[..., Any]  # (weights, residuals) -> a layer's VJP
+    last: Callable[[Array], tuple[Any, Array]]  # the last layer's VJP
 
 
 def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block:
@@ -107,81 +123,108 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
     return jax.checkpoint(block, policy=policies[granularity], prevent_cse=False)
 
 
-def forward(
-    block: Block, weights: Any, x: Array, parallel: DataParallel, *, shards: bool, keep: bool
-) -> tuple[Array, Saved]:
-    """Run all layers and keep what `backward` needs.
+def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, keep: bool) -> tuple[Array, Saved]:
+    """Run all layers and keep what `backward` needs. Shards are gathered one layer ahead.
 
     Args:
         block: one layer.
-        weights: tree of [L, ...]: full weights that vary over the batch axes, or shards.
+        layers: the weights: whole ones, which vary over the batch axes, or shards.
         x: [B, T, D].
         parallel: the plan of the stacked weights.
-        shards: whether `weights` are shards, to be gathered layer by layer.
         keep: whether gathered weights are kept for the backward pass (and for further micro-batches).
 
     Returns:
         Output of the last layer [B, T, D], and what to hand to `backward`.
     """
-    per_layer = parallel.layer()
+    whole = parallel.layer().whole
+    final = layers.count - 1
     rebuild: list[Callable[..., Any]] = []  # filled while the body is traced
 
-    def body(x: Array, layer: tuple[Any, Array]) -> tuple[Array, tuple[list[Array], Any]]:
-        stored, index = layer
-        full = per_layer.whole(stored) if shards else stored
-        y, vjp = jax.vjp(lambda w, x: block(w, x, index), full, x)
-        residuals, put_together = _take_apart(vjp, full)
+    def body(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], tuple[list[Array], Any]]:
+        x, gathered = carry
+        following = whole(layers.at(i + 1)) if layers.shards else None
+        weights = gathered if layers.shards else layers.at(i)
+        y, vjp = jax.vjp(lambda w, x: block(w, x, i), weights, x)
+        residuals, put_together = _take_apart(vjp, weights)
         rebuild.append(put_together)
-        return y, (residuals, full if shards and keep else None)
+        return (y, following), (residuals, weights if layers.shards and keep else None)
 
-    y, (residuals, gathered) = jax.lax.scan(body, x, (weights, _numbers(weights)))
-    kept = not shards or keep
-    return y, Saved(residuals, gathered if shards and keep else weights, kept, rebuild[-1])
+    first = whole(layers.at(0)) if layers.shards else None
+    (x, gathered), (residuals, kept) = jax.lax.scan(body, (x, first), jnp.arange(final, dtype=jnp.int32))
+    weights = gathered if layers.shards else layers.at(final)
+    y, last = jax.vjp(lambda w, x: block(w, x, jnp.int32(final)), weights, x)
+    if layers.shards and keep:
+        layers = Layers(kept, weights)
+    return y, Saved(layers, residuals, rebuild[-1], last)
 
 
 def backward(
-    saved: Saved, dy: Array, parallel: DataParallel, *, accumulated: Any = None, scatter: bool
+    saved: Saved, dy: Array, parallel: DataParallel, *, sums: Any, local: Any = None, scatter: bool
 ) -> tuple[Array, Any]:
     """Gradients of all layers, last layer first.
+
+    A layer's gradient is scattered while the layer before it runs its VJP, and weights that were not kept are gathered
+    one layer ahead, so that both can hide behind compute.
 
     Args:
         saved: from `forward`.
         dy: [B, T, D], the cotangent of the last layer's output.
         parallel: the plan of the stacked weights.
-        accumulated: float32 [L, ...] local sums of earlier micro-batches, or None.
-        scatter: reduce each layer's gradient to this rank's shard as soon as it is known; otherwise sum it locally.
+        sums: float32 [L, ...], what the gradients are added to: shards where `scatter`, else of full size.
+        local: float32 [L, ...] local sums of earlier micro-batches, to be reduced together with this one's; or None.
+        scatter: reduce each layer's gradient to this rank's shard; otherwise sum it locally.
 
     Returns:
-        Cotangent of the input [B, T, D]; gradients, float32 [L, ...]: shards of the mean, or full local sums.
+        Cotangent of the input [B, T, D]; the new sums.
     """
     per_layer = parallel.layer()
+    layers, final = saved.layers, saved.layers.count - 1
 
-    def body(dy: Array, layer: tuple[Sequence[Array], Any, Any]) -> tuple[Array, Any]:
-        residuals, stored, total = layer
-        full = stored if saved.kept else per_layer.whole(stored)
-        dw, dx = saved.rebuild(full, residuals)(dy)
-        if total is not None:
-            dw = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, dw)
+    def add(sums: Any, i: Any, value: Any) -> Any:
+        put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")
+        return jax.tree.map(put, sums, value)
+
+    def finish(i: Any, dw: Any) -> Any:
+        return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
+
+    def one(i: Any, carry: tuple[Array, Any, Any, Any], *, ahead: bool) -> tuple[Array, Any, Any, Any]:
+        dx, gathered, pending, sums = carry
+        earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
+        weights = gathered if layers.shards else layers.at(i)
         if scatter:
-            return dx, per_layer.scatter(dw)
-        return dx, jax.tree.map(lambda g: g.astype(jnp.float32), dw)
+            sums = add(sums, i + 1, per_layer.scatter(pending))
+        dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
+        if scatter:
+            return dx, earlier, finish(i, dw), sums
+        return dx, earlier, None, add(sums, i, dw)
 
-    return jax.lax.scan(body, dy, (saved.residuals, saved.weights, accumulated), reverse=True)
+    dw, dx = saved.last(dy)
+    pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
+    gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
+    carry, first = (dx, gathered, pending, sums), int(layers.shards and final > 0)
+    if final > first:
+        body = lambda carry, i: (one(i, carry, ahead=layers.shards), None)
+        carry, _ = jax.lax.scan(body, carry, jnp.arange(first, final, dtype=jnp.int32), reverse=True)
+    if first:  # the layer before which there is none to gather
+        carry = one(jnp.int32(0), carry, ahead=False)
+    dx, _, pending, sums = carry
+    return dx, add(sums, 0, per_layer.scatter(pending)) if scatter else sums
 
 
-def apply(block: Block, weights: Any, x: Array, parallel: DataParallel, *, shards: bool) -> Array:
+def apply(block: Block, layers: Layers, x: Array, parallel: DataParallel) -> Array:
     """Run all layers, for evaluation: nothing is kept. Arguments as for `forward`."""
-    per_layer = parallel.layer()
+    whole = parallel.layer().whole
 
-    def body(x: Array, layer: tuple[Any, Array]) -> tuple[Array, None]:
-        stored, index = layer
-        return block(per_layer.whole(stored) if shards else stored, x, index), None
+    def body(x: Array, i: Array) -> tuple[Array, None]:
+        weights = whole(layers.at(i)) if layers.shards else layers.at(i)
+        return block(weights, x, i), None
 
-    return jax.lax.scan(body, x, (weights, _numbers(weights)))[0]
+    return jax.lax.scan(body, x, jnp.arange(layers.count, dtype=jnp.int32))[0]
 
 
-def _numbers(weights: Any) -> Array:
-    return jnp.arange(jax.tree.leaves(weights)[0].shape[0], dtype=jnp.int32)
+def at(stacked: Any, i: Any) -> Any:
+    """Entry i of arrays stacked along their first dimension; read in place, wherever XLA can."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked)
 
 
 def _take_apart(vjp: Any, weights: Any) -> tuple[list[Array], Callable[..., Any]]:

@@ -15,7 +15,7 @@ from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
-from jzero.parallel.stack import DataParallel
+from jzero.parallel.stack import DataParallel, Layers
 from jzero.train.config import Config
 
 BLOCKS = "blocks"
@@ -24,9 +24,8 @@ BLOCKS = "blocks"
 class Weights(NamedTuple):
     """The weights that a micro-batch starts from."""
 
-    outer: Any  # full, varying over the batch axes
-    blocks: Any  # [L, ...]: full and varying, or shards
-    shards: bool  # whether `blocks` are shards
+    outer: Any  # whole, varying over the batch axes
+    blocks: Layers  # whole and varying, or shards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,8 +129,8 @@ class Layout:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
         if self.sharded:
-            return Weights(self.outer.whole(outer), blocks, shards=True)
-        return Weights(self.outer.local(outer), self.blocks.local(blocks), shards=False)
+            return Weights(self.outer.whole(outer), Layers(blocks, shards=True))
+        return Weights(self.outer.local(outer), Layers(self.blocks.local(blocks)))
 
     def everywhere(self, params: Any) -> Any:
         """All weights whole and the same on every rank, for a computation that every rank repeats."""
@@ -152,7 +151,7 @@ class Layout:
 
     def dropout(self, samples: Array) -> Dropout | None:
         """The dropout masks of these global sample numbers (int32 [B]), or None where there is no dropout."""
-        return None if self.dropout_seed is None else Dropout(jax.random.key(self.dropout_seed), samples)
+        return None if self.dropout_seed is None else Dropout(threefry_key(self.dropout_seed), samples)
 
     # --- what it costs -----------------------------------------------------------------------------------------------
 
@@ -172,6 +171,11 @@ class Layout:
             ("parameters + optimizer state per device", f"{with_zero / 2**20:,.1f} MiB"),
             ("the same without ZeRO", f"{without / 2**20:,.1f} MiB"),
         ]
+
+
+def threefry_key(seed: int) -> Array:
+    """A key whose numbers do not depend on the mesh, nor on the user's default generator."""
+    return jax.random.key(seed, impl="threefry2x32")
 
 
 def bytes_per_device(tree: Any) -> int:

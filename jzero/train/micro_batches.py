@@ -18,14 +18,16 @@ from jax import Array
 from jzero.models.gpt import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
+from jzero.parallel.stack import Layers
 from jzero.train.layout import Layout, Weights
 
 
 class Finish(NamedTuple):
-    """What a micro-batch does with its gradients."""
+    """What a micro-batch does with its gradients; both trees are (outer, blocks), float32."""
 
-    scatter: bool  # reduce them to shards; otherwise add them to the local sums
-    total: Any = None  # (outer, blocks): float32 local sums so far; None: nothing yet
+    scatter: bool  # reduce them to shards; otherwise sum them on the rank
+    sums: Any  # what they are added to: shards, or of full size
+    local: Any = None  # where shards: earlier micro-batches' local sums, to be reduced together with these
 
 
 def accumulate_gradients(
@@ -47,43 +49,35 @@ def accumulate_gradients(
     weights = layout.start(params)
     local = layout.accumulate_locally and count > 1
     keeps = layout.keeps_gathered and count > 1
-    run = lambda weights, i, finish: _micro_batch(model, layout, weights, at(batches, i), finish)
-    loss = collectives.vary(jnp.float32(0), layout.blocks.varying)
-    if count == 1:
-        loss, total, _ = run(weights, 0, Finish(scatter=True))
-        return loss, layout.join(*total)
-
-    total = layout.zero_sums(full=local)
+    run = lambda weights, i, finish: _micro_batch(model, layout, weights, stack.at(batches, i), finish)
+    loss, sums = collectives.vary(jnp.float32(0), layout.blocks.varying), layout.zero_sums(full=local)
     first, last = int(keeps), count - int(local)  # micro-batches [first, last) run in a scan
+
     if keeps:
-        loss, total, blocks = run(weights, 0, Finish(not local, total))
-        weights = Weights(weights.outer, blocks, shards=False)
+        loss, sums, blocks = run(weights, 0, Finish(not local, sums))
+        weights = Weights(weights.outer, blocks)
+    if last - first == 1 and not keeps and not local:
+        loss, sums, _ = run(weights, 0, Finish(True, sums))
+    elif last > first:
 
-    def body(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], None]:
-        value, total, _ = run(weights, i, Finish(not local, carry[1]))
-        return (carry[0] + value, total), None
+        def body(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], None]:
+            value, sums, _ = run(weights, i, Finish(not local, carry[1]))
+            return (carry[0] + value, sums), None
 
-    if last > first:
-        (loss, total), _ = jax.lax.scan(body, (loss, total), jnp.arange(first, last))
+        (loss, sums), _ = jax.lax.scan(body, (loss, sums), jnp.arange(first, last))
     if local:
-        value, total, _ = run(weights, count - 1, Finish(scatter=True, total=total))
+        value, sums, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), sums))
         loss = loss + value
-    return loss, layout.join(*total)
-
-
-def at(batches: Any, i: int | Array) -> Any:
-    """Micro-batch `i` of arrays stacked along their first dimension."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), batches)
+    return loss, layout.join(*sums)
 
 
 def _micro_batch(
     model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array], finish: Finish
-) -> tuple[Array, tuple[Any, Any], Any]:
+) -> tuple[Array, tuple[Any, Any], Layers]:
     """Forward and backward of one micro-batch.
 
     Returns:
-        Weighted loss of this rank; (outer, blocks) gradients: new local sums, or (sums of) shards; the full weights of
-        the layers where the policy keeps them.
+        Weighted loss of this rank; the new sums; the layers' weights as the forward pass leaves them.
     """
     dropout = layout.dropout(batch["sample"])
     block = stack.checkpointed(
@@ -93,22 +87,18 @@ def _micro_batch(
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
     dtype = jax.tree.leaves(weights.outer)[0].dtype
     x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(dtype), wide)
-    keep = layout.keeps_gathered
-    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, shards=weights.shards, keep=keep)
+    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered)
 
     def weighted_loss(outer: Any, x: Array) -> Array:
         return jnp.sum(model.losses(outer, x, batch) * batch["weight"])
 
     loss, head_vjp = jax.vjp(weighted_loss, weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))
-    # local sums are added before the reduction, shards after it
-    local = finish.total if layout.accumulate_locally else None
-    dx, d_blocks = stack.backward(saved, dy, layout.blocks, accumulated=local and local[1], scatter=finish.scatter)
+    local = finish.local or (None, None)
+    dx, blocks = stack.backward(saved, dy, layout.blocks, sums=finish.sums[1], local=local[1], scatter=finish.scatter)
     d_outer = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b, d_outer, embed_vjp(dx)[0])
-    if local is not None:
+    if finish.local:
         d_outer = jax.tree.map(jnp.add, local[0], d_outer)
     if finish.scatter:
         d_outer = layout.outer.scatter(d_outer)
-        if finish.total is not None and local is None:
-            d_outer, d_blocks = jax.tree.map(jnp.add, finish.total, (d_outer, d_blocks))
-    return loss, (d_outer, d_blocks), saved.weights if saved.kept else None
+    return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), saved.layers

@@ -28,7 +28,7 @@ from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.gpt import Functions, functions
 from jzero.parallel import stack
 from jzero.train.config import Config, gpt_config
-from jzero.train.layout import Layout, make_layout
+from jzero.train.layout import Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
 from jzero.train.schedule import schedule
 
@@ -77,7 +77,7 @@ class Program:
 
     def init(self, seed: int | None = None) -> TrainState:
         """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
-        key = jax.random.key(self.config.model.seed if seed is None else seed)
+        key = threefry_key(self.config.model.seed if seed is None else seed)
 
         def build(key: Array) -> TrainState:
             params = self.layout.store(self.model.init(key))
@@ -167,7 +167,7 @@ class Program:
         weights = self.layout.start(params)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, shards=weights.shards)
+        x = stack.apply(block, weights.blocks, x, self.layout.blocks)
         losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
         return jax.lax.psum((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
 

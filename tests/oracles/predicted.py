@@ -5,10 +5,10 @@ Per leaf of n elements on a rank (padded to a multiple of the data axis) and M m
                        reduce-scatter            all-gather
     replicated         1 (M into shards)         1, after the update, the layers in one piece
     gather_on_forward  1 (M into shards)         1
-    gather_twice       1 (M into shards)         layers 2 M, the rest 1
+    gather_twice       1 (M into shards)         layers 2 M, the last layer M, the rest 1
 
-A layer's leaf counts once per layer; the bias that is added last is not needed in the backward pass. With replicas each
-reduce-scatter is followed by an all-reduce of the shard. On top there are three scalar all-reduces: the number of
+A layer's leaf counts once per layer. The last layer's backward follows its forward, so its weights are gathered once; the
+bias that a layer adds last is not needed in its backward pass at all. With replicas each reduce-scatter is followed by an all-reduce of the shard. On top there are three scalar all-reduces: the number of
 tokens, the loss, the norm.
 """
 
@@ -47,9 +47,9 @@ def step_collectives(prog) -> collections.Counter[Collective]:
         if policy == "replicated":
             add(1, "all-gather", reduced, dtype, padded * layers)
         else:
-            passes = 1 if path[1:] == ("mlp", "down", "bias") else 2
-            times = passes * count if policy == "gather_twice" and path[0] == "blocks" else 1
-            add(layers * times, "all-gather", reduced, dtype, padded)
+            again = 0 if path[1:] == ("mlp", "down", "bias") else layers - 1
+            twice = policy == "gather_twice" and path[0] == "blocks"
+            add((layers + again) * count if twice else layers, "all-gather", reduced, dtype, padded)
     add(2, "all-reduce", batch_axes, "f32", 1)
     if zero:
         add(1, "all-reduce", ("data",), "f32", 1)
