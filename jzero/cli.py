@@ -73,7 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jzero {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model, or continue a run that was stopped")
+    train = commands.add_parser(
+        "train",
+        help="train a model, or continue a run that was stopped",
+        description="Trains a model. A run that was stopped or killed continues from its last checkpoint, bit for bit. "
+        "SIGTERM, or Ctrl-C once, saves after the current step and exits with code 0.",
+    )
     train.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/gpt_tiny.yaml")
     train.add_argument("overrides", metavar="key=value", nargs="*", help="overrides, such as model.optim.lr=1e-3")
     train.set_defaults(run=_train)

@@ -13,6 +13,7 @@ import pytest
 
 from jzero.cli import main
 from jzero.data.indexed import IndexedDataset
+from jzero.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -176,6 +177,22 @@ def on_a_disk(inputs, tmp_path):
         return done.returncode, done.stderr, files, [json.loads(line) for line in lines[len(files) :]]
 
     return call
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_number_of_devices(inputs, trained, tmp_path):
+    """Nothing is skipped or seen twice, so the numbers are those of one run, up to the order of sums."""
+    data = f"model.data.data_prefix={inputs}/text"
+    whole = [data, f"exp_manager.exp_dir={tmp_path}", "exp_manager.name=whole", "trainer.max_steps=5"]
+    schedule = ["model.optim.sched.max_steps=3"]
+    assert main(["train", str(inputs / "config.yaml"), *whole, *schedule]) == 0
+    shutil.copytree(trained, tmp_path / "gpt")
+    more = [data, f"exp_manager.exp_dir={tmp_path}", "trainer.max_steps=5", "trainer.devices=1", *schedule]
+    assert main(["train", str(inputs / "config.yaml"), *more]) == 0
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "gpt"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, other)]
+    assert len(losses[0]) == 5
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_a_disk_that_is_full_from_the_start(on_a_disk, tmp_path):

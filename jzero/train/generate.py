@@ -78,7 +78,7 @@ def stream(
             params, window, length, key, first, count, temperature,
             program=program, top_k=top_k, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, greedy=temperature == 0,
         )  # fmt: skip
-        new = np.asarray(new)[: int(made)]
+        new = np.asarray(jax.block_until_ready(new))[: int(made)]
         yield new[new != tokenizer.eod]
         if made < count or (len(new) and new[-1] == tokenizer.eod):
             return
@@ -93,7 +93,7 @@ def generate_from_run(
         run: the run folder.
         prompt: text to continue.
         checkpoint: "best" (lowest validation loss; the last if none has one), "last", or a step.
-        note: called with one line about what is ignored, and on what this runs.
+        note: called with one line for each checkpoint that cannot be read.
         **options: tokens, temperature, top_k, seed of `generate`.
 
     Raises:
@@ -107,7 +107,7 @@ def generate_from_run(
 
     if not (run / "config.yaml").is_file():
         raise JzeroError(f"{run}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run")
-    config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), note)
+    config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), lambda line: None)
     tokenizer = config_tokenizer(config)
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
     params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)

@@ -184,7 +184,8 @@ class Run:
         self._drain(0)
         if stop.seen:
             self._save()
-            self.report.note(f"stopped after step {self.step} and saved; the same command continues from there")
+            then = "and saved; the same command continues from there" if self.checkpoints else "without a checkpoint"
+            self.report.note(f"stopped after step {self.step} {then}")
 
     def _one_step(self, batch: dict[str, Any]) -> None:
         started = time.perf_counter()

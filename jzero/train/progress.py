@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 
 class Reporter:
@@ -25,7 +25,7 @@ class Reporter:
     Example:
         >>> with Reporter(total=20, every=10) as report:
         ...     report.step({"step": 10, "loss": 2.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 2000.0})
-        step 10/20 · loss 2.5000 · lr 1.00e-03 · 2,000 tokens/s · 0:00:05 left
+        step 10/20 · loss 2.5000 · lr 1.0e-03 · 2,000 tokens/s · 0:00:05 left
     """
 
     def __init__(self, *, total: int, every: int = 10, quiet: bool = False, console: Console | None = None):
@@ -33,10 +33,14 @@ class Reporter:
         self._total = total
         self._every = every
         self._times: deque[float] = deque(maxlen=20)
-        self._val = ""
+        self._val: list[str] = []
         live = self.console.is_terminal or self.console.is_jupyter
-        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}")
-        self._bar = Progress(*columns, console=self.console) if live else None
+        columns = (
+            TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None),  # what room the others leave
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        )
+        self._bar = Progress(*columns, console=self.console, expand=True) if live else None
         self._task = None if self._bar is None else self._bar.add_task("compiling", total=total)
 
     def __enter__(self) -> Reporter:
@@ -63,17 +67,16 @@ class Reporter:
         """Shows the record of a step, as it stands in metrics.jsonl."""
         self._times.append(record["step_time_s"])
         left = timedelta(seconds=round(statistics.median(self._times) * (self._total - record["step"])))
-        text = (
-            f"loss {record['loss']:.4f}{self._val} · lr {record['lr']:.2e} · "
-            f"{record['tokens_per_s']:,.0f} tokens/s · {left} left"
-        )
+        parts = [f"loss {record['loss']:.4f}", *self._val, f"lr {record['lr']:.1e}"]
+        speed = f"{record['tokens_per_s']:,.0f}"
         if self._bar and self._task is not None:
+            text = " ".join([*parts, f"{speed} tok/s", f"ETA {left}"])  # fits 80 columns
             self._bar.update(self._task, completed=record["step"], description=text)
         elif record["step"] % self._every == 0 or record["step"] == self._total:
-            self.note(f"step {record['step']}/{self._total} · {text}")
+            self.note(" · ".join([f"step {record['step']}/{self._total}", *parts, f"{speed} tokens/s", f"{left} left"]))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Shows the record of an evaluation."""
-        self._val = f" · val {record['val_loss']:.4f}"
+        self._val = [f"val {record['val_loss']:.4f}"]
         if not self._bar:
             self.note(f"step {record['step']}/{self._total} · val_loss {record['val_loss']:.4f}")

@@ -103,7 +103,7 @@ def fingerprints(tree: Any) -> dict[str, int]:
     names, leaves = zip(*named(tree), strict=True)
     shardings = [leaf.sharding for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
     everywhere = NamedSharding(shardings[0].mesh, PartitionSpec()) if shardings else None
-    sums = np.asarray(_bit_sums(everywhere)(leaves))
+    sums = np.asarray(jax.block_until_ready(_bit_sums(everywhere)(leaves)))
     return {name: int(bits) for name, bits in zip(names, sums, strict=True)}
 
 

@@ -94,7 +94,7 @@ def test_a_run_writes_what_it_says(start, tmp_path, capsys):
     ]
     assert load_config(tmp_path / "run" / "config.yaml").model.encoder_seq_length == 16
     out = capsys.readouterr().out
-    assert out.count("lr 1.00e-02") == 3  # steps 4 and 8, and the last
+    assert out.count("lr 1.0e-02") == 3  # steps 4 and 8, and the last
     assert out.endswith(f"{result.sample}\n\n")
     assert result.sample.startswith("def ")
 

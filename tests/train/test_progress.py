@@ -10,7 +10,7 @@ from jzero.train.progress import Reporter
 
 def show(terminal: bool) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+    console = Console(file=out, force_terminal=terminal, width=80, highlight=False, color_system=None)
     with Reporter(total=4, every=2, console=console) as report:
         report.table([("parameters", "1,234")])
         for step in range(1, 5):
@@ -26,17 +26,16 @@ def test_plain_lines():
     lines = show(terminal=False).splitlines()
     assert "1,234" in lines[1]
     assert lines[3:] == [
-        "step 2/4 · loss 0.5000 · lr 1.00e-03 · 5,000 tokens/s · 0:01:02 left",
+        "step 2/4 · loss 0.5000 · lr 1.0e-03 · 5,000 tokens/s · 0:01:02 left",
         "step 3/4 · val_loss 0.5000",
-        "step 4/4 · loss 0.2500 · val 0.5000 · lr 1.00e-03 · 5,000 tokens/s · 0:00:00 left",
+        "step 4/4 · loss 0.2500 · val 0.5000 · lr 1.0e-03 · 5,000 tokens/s · 0:00:00 left",
         "[all] done",
     ]
 
 
 def test_a_bar_on_a_terminal():
     out = show(terminal=True)
-    assert "step 4/4" in out
-    assert "loss 0.2500 · val 0.5000 · lr 1.00e-03 · 5,000 tokens/s · 0:00:00 left" in out
+    assert "4/4 ━━━━━━━━━━━━━━━━━━ loss 0.2500 val 0.5000 lr 1.0e-03 5,000 tok/s ETA 0:00:00\n" in out
     assert "step 3/4 · val_loss" not in out
     assert "[all] done" in out
 
