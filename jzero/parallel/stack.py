@@ -179,6 +179,9 @@ def backward(
     """
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
+    if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
+        stacked, dy = jax.lax.optimization_barrier((layers.stacked, dy))
+        layers = Layers(stacked, shards=True)
 
     def add(sums: Any, i: Any, value: Any) -> Any:
         put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")

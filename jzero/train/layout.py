@@ -247,6 +247,7 @@ def compiler_options(mesh: Mesh, bucket_cap_mb: float) -> dict[str, Any]:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,  # or weights gathered ahead are copied once a layer
         "xla_gpu_enable_triton_gemm": False,  # cuBLAS: Triton's tiles do not fit every shape when nothing can be timed
         **{f"xla_gpu_{kind}_combine_threshold_bytes": threshold for kind in kinds},
     }

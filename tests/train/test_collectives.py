@@ -75,7 +75,9 @@ def for_h100(conf):
 
 @gpu
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("conf", [LAYOUTS[i] for i in (0, 1, 2, 4, 8, 12)], ids=name)
+@pytest.mark.parametrize(
+    "conf", [LAYOUTS[4], *(pytest.param(LAYOUTS[i], marks=pytest.mark.slow) for i in (0, 1, 2, 8, 12))], ids=name
+)
 def test_the_module_compiled_for_h100_moves_the_predicted_bytes(conf):
     prog = for_h100(conf)
     found = hlo.collective_bytes(lowered(prog).compile().as_text())
