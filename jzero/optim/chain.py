@@ -2,7 +2,8 @@
 
     optax.chain(scatter_gradients(mesh), clip_by_global_norm(1.0), distributed_fused_adam(1e-3, mesh=mesh))
 
-`optax.clip_by_global_norm` in front of the optimizer would make XLA all-reduce the whole gradient.
+`optax.clip_by_global_norm` in front of the optimizer clips every rank by its own norm inside `shard_map`, and outside
+of it, with Explicit axes, makes XLA all-reduce the whole gradient.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def scatter_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Phase 1 alone, to stand first in a chain whose next members need the mean gradient (clipping, norms, statistics).
 
-    Clipping *before* the gradients are scattered makes XLA all-reduce the full gradient. After this transformation each
-    rank holds its shard only: outside `shard_map` the same arrays in the sharded layout, inside it `Scattered` nodes.
+    A norm taken *before* the gradients are scattered can cost an all-reduce of all of them. After this transformation
+    each rank holds its shard only: outside `shard_map` the same arrays in the sharded layout, inside `Scattered` nodes.
 
     Args:
         mesh: the device mesh.

@@ -20,7 +20,7 @@ from oracles import adam
 
 import jzero
 
-SHAPES = {"w": (8, 16), "odd": (5, 3), "scalar": (), "empty": (0, 3), "layers": (4, 7), "all": (4, 2), "bias": (6,)}
+SHAPES = {"w": (8, 16), "odd": (5, 3), "layers": (4, 7), "all": (4, 2), "bias": (6,)}
 SPLIT = {"w": P(None, "tensor"), "layers": P("pipeline"), "all": P("pipeline", "tensor"), "bias": P("tensor")}
 GRIDS = {"data x replica": ({"data": 4, "replica": 2}, {}),
          "data x tensor x pipeline": ({"data": 2, "tensor": 2, "pipeline": 2}, SPLIT)}  # fmt: skip
@@ -54,8 +54,11 @@ def check(step, pr, tx, gradients=None):
     assert_close(by_step, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("context", ["jit", *CONTEXTS])
+EVERYWHERE = [("data x tensor x pipeline", context) for context in ("jit", *CONTEXTS)]
+WITH_REPLICAS = [("data x replica", context) for context in ("jit", "local", "reduced", "unchecked, local")]
+
+
+@pytest.mark.parametrize(("grid", "context"), EVERYWHERE + WITH_REPLICAS)
 def test_auto_axes(grid, context):
     sizes, specs = GRIDS[grid]
     pr = problem(mesh(**sizes), shapes_for(context), specs)
@@ -77,10 +80,9 @@ def test_explicit_axes(context):
     check(make(pr, tx), pr, tx)
 
 
-@pytest.mark.parametrize("axes", [("data",), ("replica", "data")])
-@pytest.mark.parametrize("declared", ["auto", "unreduced"])
+@pytest.mark.parametrize(("axes", "declared"), [(("data",), "auto"), (("replica", "data"), "unreduced")])
 def test_unreduced_gradients(axes, declared):
-    shapes = {name: SHAPES[name] for name in ("w", "odd", "scalar", "layers")}
+    shapes = {name: SHAPES[name] for name in ("w", "odd", "layers")}
     pr = problem(mesh(explicit=True, data=4, replica=2), shapes)
     tx = jzero.zero(MOMENTUM[0], mesh=pr.mesh, master="fp32", gradients=declared, **COMMON)
     check(unreduced_step(pr, tx, axes), pr, tx)

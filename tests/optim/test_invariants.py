@@ -33,9 +33,11 @@ def split_problem(*, explicit=False):
     return problem(mesh(explicit=explicit, data=4, tensor=2), SHAPES, SPLIT)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("context", ["jit", "shard_map"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [(False, "jit", "bfloat16"), (True, "jit", "float32"), (False, "shard_map", "float32"),
+         (True, "shard_map", "bfloat16")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("explicit", "context", "dtype"), CASES)
 def test_types_and_shardings_are_kept_and_nothing_is_compiled_twice(explicit, context, dtype):
     pr = split_problem(explicit=explicit)
     tx = adam(pr.mesh)

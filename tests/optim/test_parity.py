@@ -140,6 +140,9 @@ def exact_steps(tx, pr, dtype, steps=STEPS):
     for _ in range(steps):
         grads = pr.place(pr.gradients({k: np.asarray(p, np.float64) for k, p in params.items()}))
         updates, by_step, state = jax.block_until_ready(forms(grads, state, params))
+        for k, p in params.items():  # the sum needs no rounding: the gathered value itself is what comes out
+            total = np.asarray(p, np.float32) + np.asarray(updates[k])
+            np.testing.assert_array_equal(total, total.astype(dtype).astype(np.float32))
         params = optax.apply_updates(params, updates)
         assert_same(params, by_step)
     return params, state
