@@ -1,0 +1,63 @@
+"""The real configurations, on as many described H100s as they ask for: nothing is allocated, nothing runs."""
+
+from pathlib import Path
+
+import pytest
+from oracles import hlo, predicted, stablehlo
+
+from jzero import make_mesh
+from jzero.plan import targets
+from jzero.train.config import load_config
+from jzero.train.config_check import validate
+from jzero.train.layout import bytes_per_device
+from jzero.train.step import build_program
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
+]
+
+
+def program(name, *overrides):
+    """For H100s; attention as XLA compiles it, since cuDNN need not be there."""
+    config = load_config(CONFIGS / f"{name}.yaml", ["model.attention_implementation=xla", *overrides])
+    config = validate(config, config.num_devices)
+    devices = targets.devices("h100-sxm-80gb", config.num_devices, config.trainer.num_nodes)
+    return build_program(config, make_mesh(**config.mesh_shape, devices=devices))
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
+def test_lowers_with_the_predicted_collectives(name):
+    prog = program(name)
+    lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
+    found = stablehlo.collectives(lowered, prog.mesh)
+    assert {c: n for c, n in found.items() if c.axes} == predicted.step_collectives(prog)
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
+@pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
+def test_bytes_per_device_are_the_formula(name, policy):
+    """bf16 with fp32 masters: 2 bytes replicated (or 2/d) and 12/d sharded, plus padding."""
+    prog = program(name, f"model.optim.policy={policy}", f"model.optim.overlap_param_sync={policy != 'replicated'}")
+    count = sum(leaf.size for leaf in _leaves(prog.model.abstract))
+    ranks = prog.mesh.shape["data"]
+    expected = count * (2 if policy == "replicated" else 2 / ranks) + count * 12 / ranks
+    assert bytes_per_device((prog.abstract.params, prog.abstract.opt)) == pytest.approx(expected, rel=0.01)
+
+
+def _leaves(tree):
+    for value in tree.values():
+        yield from _leaves(value) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
+def test_compiles_and_moves_the_predicted_bytes(name):
+    prog = program(name)
+    compiled = prog.step.lower(prog.abstract, prog.abstract_batch()).compile()
+    found = hlo.collective_bytes(compiled.as_text())
+    assert dict(found) == dict(predicted.totals(predicted.step_collectives(prog)))
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert held + memory.temp_size_in_bytes < 80e9
