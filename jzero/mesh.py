@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -26,7 +27,7 @@ def make_mesh(
     pipeline: int = 1,
     replica: int = 1,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
 ) -> Mesh:
     """A mesh with jzero's four axes.
@@ -37,7 +38,7 @@ def make_mesh(
         tensor: ranks that split single matrices.
         pipeline: stages that split the layers.
         replica: copies of the sharded state (the batch is split over them as well).
-        devices: what to build it from; default: all devices, as `jax.make_mesh` orders them for fast links.
+        devices: `jax.Device`s to build it from; default: all devices, as `jax.make_mesh` orders them for fast links.
         axis_type: `AxisType.Auto` (default) or `AxisType.Explicit` for all axes.
 
     Returns:

@@ -88,12 +88,13 @@ def placed(x: Any, spec: PartitionSpec, *, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def reshard(x: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
-    """`x` laid out as `spec` says over the axes that no region binds, under Auto and under Explicit axes."""
+    """`x` laid out as `spec` says over the axes that no region binds: Explicit ones, then Auto ones."""
     bound = bound_axes()
-    sharding: Any = NamedSharding(mesh, spec)
-    if bound:
-        sharding = restrict(spec, frozenset(mesh.axis_names) - frozenset(bound))
-    explicit = any(
-        t == AxisType.Explicit for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if n not in bound
-    )
-    return jax.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = {kind: frozenset(n for n, t in types.items() if t == kind and n not in bound) for kind in AxisType}
+    place = (lambda s: s) if bound else (lambda s: NamedSharding(mesh, s))
+    if free[AxisType.Explicit]:
+        x = jax.reshard(x, place(restrict(spec, free[AxisType.Explicit])))
+    if free[AxisType.Auto]:
+        x = jax.lax.with_sharding_constraint(x, place(restrict(spec, free[AxisType.Auto])))
+    return x

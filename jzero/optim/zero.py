@@ -153,8 +153,8 @@ def zero(
 
     Returns:
         An optax `GradientTransformationExtraArgs` with `step`, `state_specs`, `partition_report` and `update_shards`.
-        `update` returns updates for `optax.apply_updates`: float32 for parameters that have a master, so that the sum
-        rounds to the gathered parameter.
+        `update` returns float32 updates for `optax.apply_updates`, whatever the parameters' dtype: the sum with a
+        parameter of 16 bits is then exactly the gathered new one.
 
     Raises:
         ValueError: an unknown option or axis; on init and update, a tree, leaf or gradient that does not fit (named).

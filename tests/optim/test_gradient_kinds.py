@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optim import contexts
 from optim.contexts import assert_close, jit_step, manual_step, mesh, problem, run, unreduced_step
@@ -52,6 +52,23 @@ def check(step, pr, tx, gradients=None):
     expected = adam.train(MOMENTUM[1], pr.start, gradients or pr.gradients, 3)
     assert_close(by_update, expected, atol=1e-6)
     assert_close(by_step, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_explicit_beside_auto_axes(types):
+    m = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=types)
+    start, scales = (contexts.values({"w": (8, 16), "odd": (5, 3)}, seed) for seed in (0, 1))
+    pr = contexts.Problem(m, start, scales, {"w": P(None, "tensor"), "odd": P(None, None)})
+    tx = jzero.zero(MOMENTUM[0], mesh=m, master="fp32")
+    check(jit_step(pr, tx), pr, tx)
+
+
+@pytest.mark.parametrize("context", ["jit", "shard_map"])
+def test_an_explicit_data_axis_of_one_rank(context):
+    pr = problem(mesh(explicit=True, data=1, tensor=2), {"w": (8, 16), "odd": (5, 3), "bias": (6,)}, SPLIT)
+    tx = jzero.zero(MOMENTUM[0], mesh=pr.mesh, master="fp32", **COMMON)
+    step = jit_step(pr, tx) if context == "jit" else manual_step(pr, tx, state_specs=tx.state_specs(pr.params))
+    check(step, pr, tx)
 
 
 EVERYWHERE = [("data x tensor x pipeline", context) for context in ("jit", *CONTEXTS)]

@@ -122,6 +122,18 @@ def test_init_never_holds_a_full_copy_of_the_state(dtype):
     assert memory.temp_size_in_bytes < shards
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_init_inside_jit(explicit):
+    """Auto axes do not show in types there, so the specs must be told."""
+    pr = split_problem(explicit=explicit)
+    tx = adam(pr.mesh, master="fp32", param_specs=None if explicit else pr.specs)
+    with jax.set_mesh(pr.mesh):
+        inside = jax.jit(tx.init)(pr.params)
+    outside = adam(pr.mesh, master="fp32").init(pr.params)
+    assert described(inside) == described(outside)
+    assert_same(inside, outside)
+
+
 def test_init_takes_arrays_of_the_host_and_of_one_device():
     pr = problem(mesh(data=8), SHAPES)
     tx = adam(pr.mesh, master="fp32")

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optim.contexts import mesh, problem, values
@@ -56,6 +58,25 @@ def test_where_a_leaf_is_cut(sizes, shape, spec, stacked, split, whole, shard_sp
     assert sharding.shard_shape(leaf.shard_shape) == local
     assert leaf.resident == ("data" in str(spec))
     assert len(whole) == max(len(shape), stacked + 1 if split is None else 0)  # for masks by dimensions
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([(), ("tensor",), ("pipeline",)])), max_size=4),
+    st.integers(0, 2),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_leaf_is_cut_evenly(dimensions, stacked):
+    """All devices hold as much, every element has a place, and padding is less than one element per rank and layer."""
+    names = [n for _, group in dimensions for n in group]
+    if len(set(names)) < len(names):
+        return
+    shape = tuple(size * 2 if group else size for size, group in dimensions)  # divisible by the axis that splits it
+    stacked = min(stacked, len(shape))
+    leaf = planned(DATA2, shape, P(*(group or None for _, group in dimensions)), stacked)
+    assert NamedSharding(mesh(**DATA2), leaf.shard_spec).shard_shape(leaf.shard_shape) == leaf.shard_local_shape
+    layers, parts = math.prod(shape[:stacked]), math.prod(leaf.others[stacked:])
+    assert 0 <= leaf.padding < max(layers * parts * leaf.ranks, 1)
+    assert len(leaf.shard_shape) == max(len(shape), stacked + 1 if leaf.split is None else 0)
 
 
 @pytest.mark.parametrize("sizes", [DATA8, DATA2], ids=["data 8", "data 2 tensor 2 pipeline 2"])
@@ -242,7 +263,7 @@ def test_trees_and_arrays_that_do_not_fit_are_named():
     tx = jzero.zero(optax.sgd(0.1), mesh=pr.mesh)
     params, state = pr.params, tx.init(pr.params)
     w, odd = params["w"], params["odd"]
-    for grads, given, match in [
+    for grads, against, match in [
         (params, None, r"update needs the parameters; call tx.update\(grads, state, params\)"),
         (
             {"w": w},
@@ -262,7 +283,7 @@ def test_trees_and_arrays_that_do_not_fit_are_named():
     ]:
         for form in (tx.update, tx.step):
             with pytest.raises(ValueError, match=match):
-                form(grads, state, given)
+                form(grads, state, against)
 
 
 def test_init_inside_a_region_is_refused():
