@@ -86,7 +86,7 @@ def on_two_hosts(tmp_path, text_prefix):
         "exp_manager.checkpoint.every_n_steps": 4,
         "model.micro_batch_size": 1,
         "model.encoder_seq_length": 16,
-        "model.num_layers": 1,
+        "model.num_layers": 2,
         "model.hidden_size": 32,
         "model.num_attention_heads": 2,
         "model.data.data_prefix": text_prefix,
@@ -111,7 +111,7 @@ def on_two_hosts(tmp_path, text_prefix):
 
 def outputs(processes, code: int) -> list[str]:
     texts = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), texts
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(texts)
     return texts
 
 
