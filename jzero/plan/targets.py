@@ -165,6 +165,12 @@ def available() -> bool:
     return platforms != "" or os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == "1" or _set_cpu()
 
 
+def require() -> None:
+    """Raises a `JzeroError` that says what to install where the GPU compiler is missing."""
+    if not available():
+        raise JzeroError(_INSTALL)
+
+
 def cudnn_available() -> bool:
     """Whether cuDNN's library is installed, so that flash attention can be compiled (the `plan-cudnn` extra)."""
     spec = importlib.util.find_spec("nvidia.cudnn") if _found("nvidia") else None
@@ -191,8 +197,7 @@ def devices(target: str, count: int, hosts: int = 1) -> list[Any]:
     facts = find(target)
     if count < 1 or hosts < 1 or count % hosts:
         raise JzeroError(f"devices {count}: expected a positive multiple of the {hosts} hosts; change one of them")
-    if not available():
-        raise JzeroError(_INSTALL)
+    require()
     from jax.experimental import topologies
 
     try:

@@ -1,0 +1,89 @@
+"""A report as a table for people."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jzero.plan.result import CollectiveUse, Report
+
+GIB, MIB = 2**30, 2**20
+
+
+def render(report: Report) -> RenderableType:
+    """The whole report."""
+    axes = " × ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "one device"
+    parts: list[RenderableType] = [Text(f"{report.title}, {report.target}, {axes}", style="bold"), Text("")]
+    parts += [_time(report), Text(""), _memory(report), Text(""), _largest(report), Text(""), _collectives(report)]
+    for note in report.notes:
+        parts += [Text(""), Text(f"note: {note}")]
+    for advice in report.advice:
+        parts += [Text(""), Text(f"advice: {advice.text}", style="bold")]
+        if advice.overrides:
+            parts.append(Text(f"    {' '.join(advice.overrides)}"))
+        parts.append(Text(f"    {advice.effect} ({advice.how})"))
+    return Group(*parts)
+
+
+def _plain(*columns: str, title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        left = column in ("", "operation", "shape", "loop", "behind", "kind", "axis")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _time(report: Report) -> Table:
+    table = _plain("", "ms", "%", title="Estimated time of a step")
+    rows = [
+        ("compute", report.compute_ms),
+        ("copies, fills, transposes", report.copies_ms),
+        ("exposed communication", report.exposed_ms),
+        ("step", report.step_ms),
+    ]
+    for name, value in rows:
+        table.add_row(name, f"{value:,.2f}", f"{100 * value / report.step_ms:.1f}" if report.step_ms else "")
+    if report.tokens_per_second is not None:
+        table.add_row("tokens/s", f"{report.tokens_per_second:,.0f}", "")
+    table.add_row("model FLOPs utilization", "", f"{100 * report.mfu:.1f}")
+    table.add_row("compiled in", f"{1e3 * report.compile_seconds:,.0f}", "")
+    return table
+
+
+def _memory(report: Report) -> Table:
+    memory = report.memory
+    table = _plain("", "GiB", title="Memory of a device")
+    for name in ("parameters", "optimizer", "batch", "other", "outputs", "temporaries", "peak", "limit"):
+        value = getattr(memory, name)
+        if value or name not in ("other", "outputs"):
+            table.add_row(name, f"{value / GIB:,.2f}")
+    verdict = "yes" if memory.fits else f"no, {(memory.peak - memory.limit) / GIB:,.2f} GiB too much"
+    table.add_row("fits", verdict)
+    return table
+
+
+def _largest(report: Report) -> Table:
+    table = _plain("MiB", "shape", "operation", title="Largest temporaries at the fullest moment")
+    for t in report.memory.largest:
+        times = f"{t.count} × " if t.count > 1 else ""
+        table.add_row(f"{t.bytes / MIB:,.0f}", f"{times}{t.array}", t.name)
+    return table
+
+
+def _collectives(report: Report) -> Table:
+    columns = ("kind", "axis", "calls", "MiB", "ms", "hidden %", "async", "loop", "behind")
+    table = _plain(*columns, title="Collectives")
+    for use in report.collectives:
+        table.add_row(*_row(use))
+    if report.collectives:
+        table.add_section()
+    for use in report.totals().values():
+        table.add_row(*_row(use), style="bold")
+    return table
+
+
+def _row(use: CollectiveUse) -> tuple[str, ...]:
+    behind = ", ".join(f"{name} {ms:.2f}" for name, ms in use.between[:2])
+    numbers = (f"{use.count:,}", f"{use.bytes / MIB:,.2f}", f"{use.estimated_ms:,.2f}", f"{100 * use.hidden:.1f}")
+    return use.kind, use.axis, *numbers, "yes" if use.asynchronous else "no", use.loop, behind
