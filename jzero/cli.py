@@ -68,6 +68,12 @@ def _build(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {built.documents:,} documents, {built.tokens:,} tokens")
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    from jzero.plan.command import run
+
+    run(arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jzero", description="Trains GPT models in JAX with a sharded optimizer.")
     parser.add_argument("--version", action="version", version=f"jzero {_version()}")
@@ -93,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--checkpoint", default="best", help="best, last, or a step (default best)")
     generate.set_defaults(run=_generate)
 
+    _add_plan(commands)
+
     data = commands.add_parser("data", help="prepare data").add_subparsers(required=True, metavar="COMMAND")
     build = data.add_parser("build", help="tokenize text files into one indexed file")
     build.add_argument("--input", metavar="FILE", nargs="+", required=True, help="text files, or .jsonl with key text")
@@ -100,6 +108,25 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--output", metavar="PREFIX", required=True, help="writes PREFIX.bin and PREFIX.idx")
     build.set_defaults(run=_build)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan", help="what GPUs would do with a configuration: time, memory, overlap; needs no GPU"
+    )
+    plan.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/gpt3_1.3b.yaml")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help="overrides; --sweep leaves these keys alone")
+    plan.add_argument("--target", default="h100-sxm-80gb", help="the GPU (default h100-sxm-80gb)")
+    plan.add_argument("--devices", type=int, help="GPUs in all (default: what the file says)")
+    plan.add_argument("--hosts", type=int, help="machines they stand in (default: what the file says)")
+    plan.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
+    plan.add_argument("--hlo", metavar="FILE", help="write the compiled module, in the order of its schedule")
+    plan.add_argument("--try-advice", action="store_true", help="compile what is advised, and show what it gives")
+    plan.add_argument("--sweep", action="store_true", help="compile all layouts that make sense, and rank them")
+    plan.add_argument("--results", metavar="FILE", help="where --sweep keeps what it knows (default: the user's cache)")
+    plan.add_argument("--workers", type=int, help="layouts that --sweep compiles at a time (default: one per core)")
+    plan.add_argument("--write", metavar="FILE", help="write the best layout of --sweep as a configuration")
+    plan.set_defaults(run=_plan)
 
 
 def _version() -> str:
