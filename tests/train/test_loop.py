@@ -105,6 +105,21 @@ def test_two_runs_give_the_same_numbers(start, tmp_path):
     assert without_times(tmp_path / "a") == without_times(tmp_path / "b")
 
 
+def test_a_step_in_flight_as_on_accelerators_changes_no_line(start, tmp_path):
+    """Not waiting for each step is for accelerators; one CPU device can do it too."""
+    most = 0
+
+    def during(run: Run, step: int) -> None:
+        nonlocal most
+        run.on_cpu = False
+        most = max(most, len(run.in_flight))
+
+    start("exp_manager.name=one", "trainer.devices=1")
+    start("exp_manager.name=two", "trainer.devices=1", during=during)
+    assert without_times(tmp_path / "one") == without_times(tmp_path / "two")
+    assert most == 1
+
+
 @pytest.mark.parametrize("at", [2, 3, 8])
 def test_a_killed_run_continues_bit_for_bit(start, tmp_path, at):
     """Killed before the first checkpoint; right after one; and between an evaluation and the next one."""
