@@ -101,7 +101,7 @@ class Saved(NamedTuple):
 
     layers: Layers  # whole weights where they are kept, else the shards that forward was given
     residuals: Sequence[Array]  # each [L - 1, ...]: what the VJPs of all layers but the last need, without the weights
-    rebuild: Callable[..., Any]  # (weights, residuals) -> a layer's VJP
+    rebuild: Callable[..., Any] | None  # (weights, residuals) -> a layer's VJP; None where there is only the last layer
     last: Callable[[Array], tuple[Any, Array]]  # the last layer's VJP
 
 
@@ -149,13 +149,15 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
         rebuild.append(put_together)
         return (y, following), (residuals, weights if layers.shards and keep else None)
 
-    first = whole(layers.at(0)) if layers.shards else None
-    (x, gathered), (residuals, kept) = jax.lax.scan(body, (x, first), jnp.arange(final, dtype=jnp.int32))
+    gathered, residuals, kept = whole(layers.at(0)) if layers.shards else None, [], None
+    if final:
+        numbers = jnp.arange(final, dtype=jnp.int32)
+        (x, gathered), (residuals, kept) = jax.lax.scan(body, (x, gathered), numbers)
     weights = gathered if layers.shards else layers.at(final)
     y, last = jax.vjp(lambda w, x: block(w, x, jnp.int32(final)), weights, x)
     if layers.shards and keep:
-        layers = Layers(kept, weights)
-    return y, Saved(layers, residuals, rebuild[-1], last)
+        layers = Layers(kept, weights) if final else Layers(jax.tree.map(lambda w: w[None], weights))
+    return y, Saved(layers, residuals, rebuild[-1] if final else None, last)
 
 
 def backward(
@@ -196,6 +198,7 @@ def backward(
         weights = gathered if layers.shards else layers.at(i)
         if scatter:
             sums = add(sums, i + 1, per_layer.scatter(pending))
+        assert saved.rebuild is not None
         dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
         if scatter:
             return dx, earlier, finish(i, dw), sums

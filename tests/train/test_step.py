@@ -112,6 +112,15 @@ def test_dropout_masks_do_not_depend_on_mesh_or_micro_batches():
         np.testing.assert_allclose(train(program(conf), 3)[1], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_few_layers(policy, layers):
+    _, expected = reference(config(1, num_layers=layers), 3)
+    for count in (1, 4):
+        _, found = train(program(config(2, policy, count, num_layers=layers)), 3)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_bf16_follows_fp32_and_keeps_fp32_masters():
     prog = program(config(8, "gather_on_forward", precision="bf16"))
     state, found = train(prog, 10)
