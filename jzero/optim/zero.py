@@ -26,7 +26,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, gradients, masters, precision, regions
+from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions
 from jzero.optim.gradients import KINDS
 from jzero.optim.partition import Leaf, Plan, make_plan, owners
 from jzero.optim.report import PartitionReport, partition_report
@@ -269,11 +269,11 @@ class Zero:
         return ZeroState(plan.unflatten(master), jax.tree.unflatten(jax.tree.structure(abstract), inner), plan)
 
     def transformation(self, plan: Plan) -> optax.GradientTransformationExtraArgs:
-        """The inner transformation for these parameters."""
+        """The inner transformation for these parameters, on shards; it sees the original shapes."""
         inner = self.inner
         if not isinstance(inner, optax.GradientTransformation):
             inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
-        return optax.with_extra_args_support(inner)
+        return elementwise.on_shards(inner, plan)
 
     def has_master(self, leaf: Leaf) -> bool:
         """Whether the state keeps a master of this leaf."""
