@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["data", "build", "--input", "no-such-file", "--tokenizer", "bytes", "--output", "out"])
         2
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         arguments.run(arguments)
     except JzeroError as error:
@@ -72,6 +72,18 @@ def _plan(arguments: argparse.Namespace) -> None:
     from jzero.plan.command import run
 
     run(arguments)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; key=value may also stand behind options, where argparse expects no more positional ones."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    stray = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,8 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -22,6 +20,7 @@ from jzero.errors import JzeroError
 from jzero.plan import targets
 from jzero.plan.layouts import KEYS, Layout, layouts
 from jzero.plan.planner import on_devices
+from jzero.plan.worker import Worker, WorkerError
 from jzero.train.config import Config, to_yaml
 
 SKIPPED = "skipped"
@@ -99,46 +98,48 @@ class _Job:
         self.config, self.target, self.results = config, target, results
         self.stamp = _stamp(config, target)
 
-    def run(self, todo: list[Layout], workers: int, progress: Callable[[int, int], None]) -> list[Outcome]:
+    def run(self, todo: list[Layout], count: int, progress: Callable[[int, int], None]) -> list[Outcome]:
         known = self.read()
         done = [known[layout] for layout in todo if layout in known]
         waiting = [layout for layout in todo if layout not in known]
         progress(len(done), len(todo))
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            concurrent.futures.ThreadPoolExecutor(workers) as pool,
-        ):
+        trainer = self.config.trainer
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(count) as pool:
             path = Path(folder) / "config.yaml"
             path.write_text(to_yaml(self.config), encoding="utf-8")
-            running: set[concurrent.futures.Future[Outcome]] = set()
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    layout = waiting.pop(0)
-                    if any(not o.fits and o.numbers and layout.needs_no_less_than(o.layout) for o in done):
-                        done.append(Outcome(layout, {}, SKIPPED))
-                    else:
-                        running.add(pool.submit(self.one, path, layout))
-                    progress(len(done), len(todo))
-                ended, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
-                for future in ended:
-                    done.append(future.result())
-                    if not done[-1].error.startswith(ABORTED):  # memory may be short for once: try it again next time
-                        self.write(done[-1])
-                progress(len(done), len(todo))
+            arguments = [str(path), self.target, str(self.config.num_devices), str(trainer.num_nodes)]
+            workers = [Worker(arguments) for _ in range(count)]
+            try:
+                self.all(waiting, done, pool, workers, lambda: progress(len(done), len(todo)))
+            finally:
+                for worker in workers:
+                    worker.close()
         return done
 
-    def one(self, path: Path, layout: Layout) -> Outcome:
-        """Plans one layout in a process of its own."""
-        trainer = self.config.trainer
-        sizes = [str(self.config.num_devices), str(trainer.num_nodes)]
-        command = [sys.executable, "-m", "jzero.plan.worker", str(path), self.target, *sizes, *layout.overrides]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        lines = ended.stdout.strip().splitlines()
-        if ended.returncode or not lines:
-            last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-            return Outcome(layout, {}, f"{ABORTED} with {ended.returncode}: {last[:200]}")
-        numbers = json.loads(lines[-1])
+    def all(self, waiting: list[Layout], done: list[Outcome], pool, workers: list[Worker], progress) -> None:
+        """Hands layouts to idle workers until none is left."""
+        idle = list(workers)
+        running: dict[concurrent.futures.Future[Outcome], Worker] = {}
+        while waiting or running:
+            while waiting and idle:
+                layout = waiting.pop(0)
+                if any(o.numbers and not o.fits and layout.needs_no_less_than(o.layout) for o in done):
+                    done.append(Outcome(layout, {}, SKIPPED))
+                else:
+                    worker = idle.pop()
+                    running[pool.submit(self.one, worker, layout)] = worker
+            for future in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
+                idle.append(running.pop(future))
+                done.append(future.result())
+                if not done[-1].error.startswith(ABORTED):  # memory may be short for once: try it again next time
+                    self.write(done[-1])
+            progress()
+
+    def one(self, worker: Worker, layout: Layout) -> Outcome:
+        try:
+            numbers = worker.ask(layout.overrides)
+        except WorkerError as error:
+            return Outcome(layout, {}, f"{ABORTED} {error}")
         return Outcome(layout, {}, numbers["error"]) if "error" in numbers else Outcome(layout, numbers)
 
     # --- the file of results -----------------------------------------------------------------------------------------
