@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from jzero.data.folders import missing_folders, remove_empty
 from jzero.data.indexed import DTYPES, HEADER, MAGIC, VERSION, index_path, tokens_path
 from jzero.errors import JzeroError
 
@@ -64,7 +65,7 @@ class IndexedWriter:
             path: path.with_name(f".{path.name}.{unique}.tmp") for path in (final, index_path(self.prefix))
         }
         try:
-            self._made = _missing_folders(final.parent)
+            self._made = missing_folders(final.parent)
             final.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._temporary[final], "xb")
         except OSError as error:
@@ -155,9 +156,7 @@ class IndexedWriter:
         for path in self._temporary.values():
             with suppress(OSError):
                 path.unlink()
-        for folder in reversed(self._made):
-            with suppress(OSError):  # never made, or by now someone else uses it
-                folder.rmdir()
+        remove_empty(self._made)
         self._made = []
 
     def _unwritable(self, error: OSError) -> JzeroError:
@@ -182,8 +181,3 @@ def _close(file):
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """The folder and its parents that do not exist, outermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()][::-1]

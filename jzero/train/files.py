@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jzero.data.folders import missing_folders, remove_empty
 from jzero.errors import JzeroError
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -103,7 +104,7 @@ class RunFolder:
         self.path = path
         self.writer = writer
         self._agree = agree
-        self._created: Path | None = None  # the topmost folder that was not there before
+        self._made: list[Path] = []  # the folders that were not there before, outermost first
         self._was_empty = False
         self._lock = -1
         self._kept = False
@@ -133,22 +134,23 @@ class RunFolder:
 
     def _create(self) -> None:
         with disk_errors(f"run folder {self.path}"):
-            self._created = next((p for p in [*reversed(self.path.parents), self.path] if not p.exists()), None)
+            self._made = missing_folders(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self._was_empty = not any(self.path.iterdir())
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self._created, self._was_empty = None, False  # it is the other process's folder
+            self._made, self._was_empty = [], False  # it is the other process's folder
             raise JzeroError(
                 f"run folder {self.path}: expected no other process training into it, found one that holds "
                 f"{self.path / 'lock'}; wait for it or set another exp_manager.name"
             ) from error
 
     def _discard(self) -> None:
-        if self._created is not None:
-            shutil.rmtree(self._created, ignore_errors=True)
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+            remove_empty(self._made)  # another run may have begun beside this one
         elif self._was_empty:
             for path in self.path.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -51,6 +51,15 @@ def test_what_a_failed_start_made_is_removed(tmp_path):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_run_that_began_beside_a_failed_one_stays(tmp_path):
+    def begin_another(folder):
+        with RunFolder(tmp_path / "new" / "good") as good:
+            good.keep()
+
+    fail(tmp_path / "new" / "bad", begin_another)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["good"]
+
+
 def test_what_was_there_before_or_is_worth_keeping_stays(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "notes.txt").write_text("")
