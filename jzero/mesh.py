@@ -74,14 +74,14 @@ def _fill(sizes: dict[str, int], devices: int) -> tuple[int, ...]:
     return tuple(devices // known if size == -1 else size for size in sizes.values())
 
 
-def batch_spec(leading: int = 0) -> PartitionSpec:
-    """The sharding of an array of samples: dimension `leading` is split over replica and data, the rest is whole.
+def batch_spec() -> PartitionSpec:
+    """The sharding of an array of samples: its first dimension is split over replica and data, the rest is whole.
 
     Example:
         >>> batch_spec() == PartitionSpec(("replica", "data"))
         True
     """
-    return PartitionSpec(*([None] * leading), BATCH_AXES)
+    return PartitionSpec(BATCH_AXES)
 
 
 def data_ranks(mesh: Mesh) -> int:

@@ -54,7 +54,6 @@ def test_sizes_that_do_not_fit(sizes, message):
 def test_a_batch_is_split_over_replicas_and_data():
     made = jzero.make_mesh(data=2, replica=2, tensor=2)
     assert jzero.batch_spec() == PartitionSpec(("replica", "data"))
-    assert jzero.batch_spec(1) == PartitionSpec(None, ("replica", "data"))
     assert mesh.data_ranks(made) == 4
     rows = jax.device_put(np.arange(8), NamedSharding(made, jzero.batch_spec()))
     assert {s.data.shape for s in rows.addressable_shards} == {(2,)}

@@ -142,6 +142,11 @@ def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:
     return jnp.sqrt(total)
 
 
+def total(values: Any, axes: Sequence[str]) -> Any:
+    """The sum over all ranks of `axes` of scalars (a tree): what a step reports, the same on every rank."""
+    return jax.lax.psum(values, tuple(axes))
+
+
 def vary(x: Array, axes: Sequence[str]) -> Array:
     """`x`, marked as a value of each rank's own over `axes`, so that autodiff does not sum its gradient over them.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,12 @@ class DataParallel:
         """The same for one layer of stacked parameters."""
         return dataclasses.replace(self, leaves=tuple(leaf.layer() for leaf in self.leaves))
 
-    def whole(self, shards: Any) -> Any:
-        """Shards -> full weights in their own dtype, varying over the batch axes."""
+    def whole(self, shards: Any, to: Literal["varying", "invarying"] = "varying") -> Any:
+        """Shards -> full weights in their own dtype: each rank's own, or the same on every rank."""
 
         def one(x: Array, leaf: Leaf) -> Array:
-            full = collectives.gather(x, leaf, dtype=self.param_dtype).astype(x.dtype)
-            return collectives.vary(full, self.varying)
+            full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to).astype(x.dtype)
+            return collectives.vary(full, self.varying) if to == "varying" else full
 
         return self._map(one, shards)
 
@@ -217,12 +217,14 @@ def backward(
     return dx, add(sums, 0, per_layer.scatter(pending)) if scatter else sums
 
 
-def apply(block: Block, layers: Layers, x: Array, parallel: DataParallel) -> Array:
-    """Run all layers, for evaluation: nothing is kept. Arguments as for `forward`."""
+def apply(
+    block: Block, layers: Layers, x: Array, parallel: DataParallel, to: Literal["varying", "invarying"] = "varying"
+) -> Array:
+    """Run all layers, for evaluation: nothing is kept. Arguments as for `forward`; "invarying": every rank has `x`."""
     whole = parallel.layer().whole
 
     def body(x: Array, i: Array) -> tuple[Array, None]:
-        weights = whole(layers.at(i)) if layers.shards else layers.at(i)
+        weights = whole(layers.at(i), to) if layers.shards else layers.at(i)
         return block(weights, x, i), None
 
     return jax.lax.scan(body, x, jnp.arange(layers.count, dtype=jnp.int32))[0]

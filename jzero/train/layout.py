@@ -40,6 +40,7 @@ class Layout:
         outer, blocks: the collectives of the parameters outside the layers, and of the stacked layers.
         accumulate_locally: sum micro-batches on the rank and reduce once.
         granularity: activation checkpointing.
+        dtype: of the parameters, and of the activations.
         dropout_seed: seed of all dropout masks, or None where there is no dropout.
         compiler_options: XLA options of the step.
     """
@@ -52,6 +53,7 @@ class Layout:
     blocks: DataParallel
     accumulate_locally: bool
     granularity: str | None
+    dtype: Any
     dropout_seed: int | None
     compiler_options: dict[str, Any]
 
@@ -96,10 +98,9 @@ class Layout:
         def one(x: Array, leaf: Any) -> Array:
             if not self.sharded:
                 return x
-            if leaf.split is None:
-                lead, size = leaf.shape[: leaf.stacked], math.prod(leaf.shape[leaf.stacked :])
-                padding = [(0, 0)] * len(lead) + [(0, leaf.flat_size * leaf.ranks - size)]
-                x = jnp.pad(x.reshape(*lead, size), padding).reshape(leaf.shard_shape)
+            if leaf.split is None:  # a small leaf, whole on every rank for a moment
+                cut = lambda x: collectives.take(x, leaf)
+                return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
             return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, leaf.shard_spec))
 
         return self._each(one, params)
@@ -132,11 +133,12 @@ class Layout:
             return Weights(self.outer.whole(outer), Layers(blocks, shards=True))
         return Weights(self.outer.local(outer), Layers(self.blocks.local(blocks)))
 
-    def everywhere(self, params: Any) -> Any:
-        """All weights whole and the same on every rank, for a computation that every rank repeats."""
-        if not self.sharded:
-            return params
-        return self._each(lambda x, leaf: collectives.gather(x, leaf, to="invarying"), params)
+    def start_everywhere(self, params: Any) -> Weights:
+        """The same for a computation that every rank repeats: nothing varies."""
+        outer, blocks = self.split(params)
+        if self.sharded:
+            return Weights(self.outer.whole(outer, "invarying"), Layers(blocks, shards=True))
+        return Weights(outer, Layers(blocks))
 
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
@@ -231,6 +233,7 @@ def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_
         blocks=pick(1),
         accumulate_locally=config.model.grad_accumulation == "local",
         granularity=config.model.activations_checkpoint_granularity,
+        dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
         compiler_options=compiler_options(mesh, optim.bucket_cap_mb),
     )

@@ -85,8 +85,7 @@ def _micro_batch(
     )
     # the lookup's gradient adds up in float32: frequent tokens get many small contributions
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
-    dtype = jax.tree.leaves(weights.outer)[0].dtype
-    x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(dtype), wide)
+    x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), wide)
     x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered)
 
     def weighted_loss(outer: Any, x: Array) -> Array:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.gpt import Functions, functions
+from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.train.config import Config, gpt_config
 from jzero.train.layout import Layout, make_layout, threefry_key
@@ -75,9 +76,9 @@ class Program:
         """The `PartitionSpec` of every array of the state."""
         return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
 
-    def init(self, seed: int | None = None) -> TrainState:
+    def init(self) -> TrainState:
         """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
-        key = threefry_key(self.config.model.seed if seed is None else seed)
+        key = threefry_key(self.config.model.seed)
 
         def build(key: Array) -> TrainState:
             params = self.layout.store(self.model.init(key))
@@ -103,8 +104,11 @@ class Program:
         sharding = NamedSharding(self.mesh, batch_spec())
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
-    def abstract_batch(self, names: tuple[str, ...] = ("tokens", "labels", "loss_mask")) -> dict[str, Any]:
+    def abstract_batch(self) -> dict[str, Any]:
         """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
+        data = self.config.model.data
+        optional = {"positions": data.reset_position_ids, "segments": data.reset_attention_mask}
+        names = ["tokens", "labels", "loss_mask", *(name for name, there in optional.items() if there)]
         shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
         sharding = NamedSharding(self.mesh, batch_spec())
         dtype = lambda name: jnp.float32 if name == "loss_mask" else jnp.int32
@@ -150,14 +154,14 @@ class Program:
         batch["sample"] = (
             state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
         )
-        tokens = jax.lax.psum(jnp.sum(batch["loss_mask"]), BATCH_AXES)
+        tokens = collectives.total(jnp.sum(batch["loss_mask"]), BATCH_AXES)
         # the gradient of this rank's own mean loss: the scatter takes the mean over the ranks
         batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
         loss, grads = accumulate_gradients(self.model, self.layout, state.params, batch, self.config.num_micro_batches)
         own = self.layout.own_shards(state.params)
         new, opt, norm = self.layout.tx.update_shards(jax.tree.leaves(grads), state.opt, own)
         metrics = {
-            "loss": jax.lax.psum(loss, BATCH_AXES) / ranks,
+            "loss": collectives.total(loss, BATCH_AXES) / ranks,
             "grad_norm": norm,
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
@@ -169,16 +173,14 @@ class Program:
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
         x = stack.apply(block, weights.blocks, x, self.layout.blocks)
         losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
-        return jax.lax.psum((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
+        return collectives.total((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
 
     def _logits(self, params: Any, tokens: Array) -> Array:
-        weights = self.layout.everywhere(params)
-        outer, blocks = self.layout.split(weights)
-        batch = {"tokens": tokens}
-        x = self.model.embed(outer, batch, None)
-        body = lambda x, layer: (self.model.block(layer[0], x, batch, None, layer[1]), None)
-        numbers = jnp.arange(self.config.model.num_layers, dtype=jnp.int32)
-        return self.model.logits(outer, jax.lax.scan(body, x, (blocks, numbers))[0])
+        weights, batch = self.layout.start_everywhere(params), {"tokens": tokens}
+        x = self.model.embed(weights.outer, batch, None)
+        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying")
+        return self.model.logits(weights.outer, x)
 
     # --- what the user sees before the first step --------------------------------------------------------------------
 

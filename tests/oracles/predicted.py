@@ -7,9 +7,9 @@ Per leaf of n elements on a rank (padded to a multiple of the data axis) and M m
     gather_on_forward  1 (M into shards)         1
     gather_twice       1 (M into shards)         layers 2 M, the last layer M, the rest 1
 
-A layer's leaf counts once per layer. The last layer's backward follows its forward, so its weights are gathered once; the
-bias that a layer adds last is not needed in its backward pass at all. With replicas each reduce-scatter is followed by an all-reduce of the shard. On top there are three scalar all-reduces: the number of
-tokens, the loss, the norm.
+A layer's leaf counts once per layer. The last layer's backward pass follows its forward pass: its weights are gathered
+once; the bias that a layer adds last is not needed in its backward pass at all. With replicas each reduce-scatter is
+followed by an all-reduce of the shard. On top there are three scalar all-reduces: number of tokens, loss, norm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_collectives(prog) -> collections.Counter[Collective]:
         if axes and math.prod(mesh.shape[a] for a in axes) > 1:
             found[Collective(kind, axes, dtype, elements * (2 if dtype == "bf16" else 4))] += times
 
-    for path, leaf in _leaves(prog.model.abstract):
+    for path, leaf in leaves(prog.model.abstract):
         layers = leaf.shape[0] if path[0] == "blocks" else 1
         size = math.prod(leaf.shape) // layers
         padded = math.ceil(size / data) * data
@@ -56,10 +56,11 @@ def step_collectives(prog) -> collections.Counter[Collective]:
     return found
 
 
-def _leaves(tree, path=()):
+def leaves(tree, path=()):
+    """(path, leaf) of a nested dict."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, (*path, name))
+            yield from leaves(value, (*path, name))
         else:
             yield (*path, name), value
 

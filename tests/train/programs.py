@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jzero import make_mesh
+from jzero.optim import collectives
 from jzero.train.config import Config, Model, Optim, Sched, Trainer
 from jzero.train.step import Program, build_program
 
@@ -57,8 +58,15 @@ def train(prog: Program, steps: int, state=None):
 def whole(prog: Program, params):
     """The stored parameters as whole NumPy arrays."""
     layout = prog.layout
+
+    def gather(params):
+        if not layout.sharded:
+            return params
+        flat = zip(jax.tree.leaves(params), layout.plan.leaves, strict=True)
+        return layout.plan.unflatten([collectives.gather(x, leaf, to="invarying") for x, leaf in flat])
+
     mapped = jax.shard_map(
-        layout.everywhere, mesh=prog.mesh, in_specs=(prog.specs.params,), out_specs=jax.sharding.PartitionSpec()
+        gather, mesh=prog.mesh, in_specs=(prog.specs.params,), out_specs=jax.sharding.PartitionSpec()
     )
     return jax.tree.map(np.asarray, jax.jit(mapped)(params))
 

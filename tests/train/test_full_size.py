@@ -32,23 +32,27 @@ def test_lowers_with_the_predicted_collectives(name):
     prog = program(name)
     lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
     found = stablehlo.collectives(lowered, prog.mesh)
-    assert {c: n for c, n in found.items() if c.axes} == predicted.step_collectives(prog)
+    expected = predicted.step_collectives(prog)
+    assert {c: n for c, n in found.items() if c.axes} == expected
+    assert predicted.totals(expected)["all-reduce"] <= 64 * 1024
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
 @pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
 def test_bytes_per_device_are_the_formula(name, policy):
     """bf16 with fp32 masters: 2 bytes replicated (or 2/d) and 12/d sharded, plus padding."""
-    prog = program(name, f"model.optim.policy={policy}", f"model.optim.overlap_param_sync={policy != 'replicated'}")
-    count = sum(leaf.size for leaf in _leaves(prog.model.abstract))
-    ranks = prog.mesh.shape["data"]
-    expected = count * (2 if policy == "replicated" else 2 / ranks) + count * 12 / ranks
-    assert bytes_per_device((prog.abstract.params, prog.abstract.opt)) == pytest.approx(expected, rel=0.01)
-
-
-def _leaves(tree):
-    for value in tree.values():
-        yield from _leaves(value) if isinstance(value, dict) else [value]
+    prog = program(
+        name, f"model.optim.policy={policy}", f"model.optim.overlap_param_sync={policy != 'replicated'}",
+        "model.optim.master=fp32",
+    )  # fmt: skip
+    ranks, count, padded = prog.mesh.shape["data"], 0, 0
+    for path, leaf in predicted.leaves(prog.model.abstract):
+        layers = leaf.shape[0] if path[0] == "blocks" else 1
+        count += leaf.size
+        padded += -(-(leaf.size // layers) // ranks) * ranks * layers
+    expected = (2 * count if policy == "replicated" else 2 * padded // ranks) + 12 * padded // ranks
+    counters = 3 * 4
+    assert 0 <= bytes_per_device((prog.abstract.params, prog.abstract.opt)) - expected <= counters
 
 
 @pytest.mark.slow
