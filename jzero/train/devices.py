@@ -7,7 +7,8 @@ them), or through JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROC
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -41,8 +42,8 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
     """Makes JAX ready for a run, before its first use: joins the other hosts, creates virtual CPU devices.
 
     The platforms set by JAX_PLATFORMS (or `jax.config.jax_platforms`) are kept. Without them, and without an
-    accelerator, the platform is the CPU. There, as many virtual devices as the configuration asks for are created; if
-    JAX was used before, it is left as it is.
+    accelerator, the platform is the CPU. There (also if JAX finds that it has no plugin for the accelerator), as many
+    virtual devices as the configuration asks for are created; if JAX was used before, it is left as it is.
 
     Args:
         trainer: the section of the configuration.
@@ -56,7 +57,7 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
     """
     if not _platforms() and not accelerator_present():
         _try_update("jax_platforms", "cpu")
-    if _platforms().split(",")[0] == "cpu" and trainer.devices > 0:
+    if trainer.devices > 0:  # other platforms do not look at it
         _try_update("jax_num_cpu_devices", trainer.devices)
     if trainer.num_nodes > 1 and not jax.distributed.is_initialized():
         _join_hosts(trainer.num_nodes)
@@ -91,6 +92,41 @@ def as_process_0(value: bool) -> bool:
     if jax.process_count() == 1:
         return value
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def on_every_host(value: bool) -> bool:
+    """Whether every process of the run calls this with True; every one has to call it.
+
+    Example:
+        >>> on_every_host(True)
+        True
+    """
+    if jax.process_count() == 1:
+        return value
+    return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Around what may fail on one host alone: then it fails on all, and none waits for another.
+
+    Args:
+        what: the block, for the message of the hosts where it went well.
+
+    Raises:
+        JzeroError: another host failed. Where the block itself fails, what it raised.
+
+    Example:
+        >>> with together("the data"):
+        ...     pass
+    """
+    try:
+        yield
+    except Exception:
+        on_every_host(False)
+        raise
+    if not on_every_host(True):
+        raise JzeroError(f"{what}: expected every host to open it, found one that could not; its message says why")
 
 
 def _platforms() -> str:
