@@ -26,8 +26,8 @@ _FULL = "No space left on device"
 def disk_reason(error: BaseException | None) -> str | None:
     """What the disk refused, in one phrase, if that is the cause of an exception; else None.
 
-    Libraries wrap such errors (TensorStore gives a ValueError that quotes the system's message), so the whole chain of
-    causes is searched.
+    Libraries wrap such errors (TensorStore gives a ValueError that quotes the system's message), so the chain of causes
+    is searched. What merely happened while such an error was handled is another mistake.
 
     Example:
         >>> disk_reason(OSError(errno.ENOSPC, "No space left on device", "a/b"))
@@ -40,13 +40,15 @@ def disk_reason(error: BaseException | None) -> str | None:
             return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
         if _FULL in str(error):
             return _FULL
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return None
 
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
     """Turns an error of the disk inside the block into a one-line JzeroError about `what`; others pass unchanged.
+
+    For blocks that write, and nothing else: that a file cannot be read is not told apart.
 
     Example:
         >>> with disk_errors("run folder"):
@@ -87,10 +89,11 @@ class RunFolder:
         path: the folder; missing parents are created.
         writer: whether this process writes (process 0 of a run). Others neither create nor lock.
         agree: from whether this process got the folder to whether the writer did; called once by every process.
+        check: called by the writer once it holds the folder; what it raises means that the folder cannot be used.
 
     Raises:
         JzeroError: the folder cannot be made (a parent is a regular file, the disk is full), or another process trains
-            into it.
+            into it, or `check` raised it.
 
     Example:
         >>> import tempfile
@@ -100,10 +103,18 @@ class RunFolder:
         True
     """
 
-    def __init__(self, path: Path, *, writer: bool = True, agree: Callable[[bool], bool] = bool):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        writer: bool = True,
+        agree: Callable[[bool], bool] = bool,
+        check: Callable[[Path], None] = lambda path: None,
+    ):
         self.path = path
         self.writer = writer
         self._agree = agree
+        self._check = check
         self._made: list[Path] = []  # the folders that were not there before, outermost first
         self._was_empty = False
         self._lock = -1
@@ -117,8 +128,10 @@ class RunFolder:
         if self.writer:
             try:
                 self._create()
+                self._check(self.path)
             except BaseException:
                 self._discard()
+                self._unlock()
                 self._agree(False)
                 raise
         if not self._agree(True):
@@ -128,6 +141,9 @@ class RunFolder:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None and not self._kept:
             self._discard()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

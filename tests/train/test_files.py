@@ -25,6 +25,17 @@ def test_other_errors_pass_unchanged(error):
     assert caught.value is error
 
 
+def test_a_mistake_while_an_error_of_the_disk_is_handled_is_that_mistake():
+    def cannot_tidy_up():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            return {}["missing"]
+
+    with pytest.raises(KeyError), disk_errors("run"):
+        cannot_tidy_up()
+
+
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "config.yaml"
     write_atomic(path, "old")
@@ -81,6 +92,22 @@ def test_one_process_at_a_time(tmp_path):
             RunFolder(tmp_path / "run").__enter__()
         assert (tmp_path / "run").is_dir()
     with RunFolder(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_the_others_go_on(tmp_path):
+    answers = []
+
+    def refuse(path):
+        raise JzeroError(f"{path}: expected a new folder")
+
+    (tmp_path / "metrics.jsonl").touch()
+    for path in (tmp_path, tmp_path / "new"):
+        with pytest.raises(JzeroError, match="expected a new folder"):
+            RunFolder(path, agree=lambda ok: answers.append(ok) or ok, check=refuse).__enter__()
+    assert answers == [False, False]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lock", "metrics.jsonl"]
+    with RunFolder(tmp_path):  # nobody holds it
         pass
 
 
