@@ -1,8 +1,9 @@
-"""Whether the parameters still are what their float32 masters round to.
+"""Whether the parameters still are what their masters round to.
 
 `update` promises that the parameter plus its update is the new master, rounded. A transformation after it in a chain,
 or anyone who edits parameters between steps, breaks that silently: the next step starts from the master and undoes the
-edit. Compiled steps cannot raise without a callback to the host, so the check is a program of its own.
+edit. (A remainder has no value of its own: there the master follows the edit.) Compiled steps cannot raise without a
+callback to the host, so the check is a program of its own.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from jax.sharding import PartitionSpec
 from jzero.optim import collectives, regions
 from jzero.optim.partition import Leaf, Plan
 
-TOLERANCE = 2.0**-20
-"""Of the leaf's largest parameter: float32 rounds `old + (new - old)` where `new` is far smaller than `old`."""
+TOLERANCES = {"fp32": 2.0**-20, "scaled_fp16": 2.0**-7}
+"""Of the leaf's largest parameter: float32 rounds `old + (new - old)` where `new` is far smaller than `old`; a scaled
+master is itself rounded after the parameter was."""
 
 
 def check(core: Any, params: Any, state: Any) -> None:
     """Raise a ValueError that names the first leaf whose master has another value than its parameter."""
     plan = state.plan.like(params)
-    kept = [i for i, leaf in enumerate(plan.leaves) if core.has_master(leaf)]
+    kept = [i for i, leaf in enumerate(plan.leaves) if core.storage.mode(leaf) in TOLERANCES]
     if not kept:
         return
     flat, stored = plan.flatten(params, "params"), plan.flatten(state.master, "master")
     program = _program(core, plan, tuple(kept))
     differences, largest = jax.device_get(program([flat[i] for i in kept], [stored[i] for i in kept]))
     for i, difference, size in zip(kept, differences, largest, strict=True):
-        if not difference <= TOLERANCE * size:
+        if not difference <= TOLERANCES[core.storage.mode(plan.leaves[i])] * size:
             raise ValueError(
-                f"{plan.leaves[i].path}: the parameter differs by up to {difference:.3g} from what its float32 "
+                f"{plan.leaves[i].path}: the parameter differs by up to {difference:.3g} from what its "
                 "master rounds to, so something changed updates or parameters after zero; put every transformation "
                 "before zero in the chain, choose master='none', or call init again after editing parameters"
             )
@@ -56,14 +58,16 @@ def _program(core: Any, plan: Plan, kept: tuple[int, ...]) -> Any:
         whole = jax.lax.pmax(collectives.vary(values, core.mesh.axis_names), core.mesh.axis_names)
         return whole[0], whole[1]
 
-    in_specs = ([leaf.param_spec for leaf in leaves], [leaf.shard_spec for leaf in leaves])
+    specs = [jax.tree.map(lambda _, leaf=leaf: leaf.shard_spec, core.storage.abstract_master(leaf)) for leaf in leaves]
+    in_specs = ([leaf.param_spec for leaf in leaves], specs)
     return regions.enter(compare, core.mesh, in_specs, (PartitionSpec(), PartitionSpec()))
 
 
 def _difference(core: Any, p: Array, master: Any, leaf: Leaf) -> tuple[Array, Array]:
     """Largest difference and largest magnitude on this rank."""
-    own = (p if leaf.resident else collectives.take(p, leaf)).astype(jnp.float32)
-    expected = core.sent(core.codec(leaf).decode(master), leaf)
+    shard = p if leaf.resident else collectives.take(p, leaf)
+    own, storage = shard.astype(jnp.float32), core.storage
+    expected = storage.sent(storage.whole(master, shard, leaf), leaf).astype(jnp.float32)
     same = (own == expected) | (jnp.isnan(own) & jnp.isnan(expected))
     difference = jnp.where(same, 0.0, jnp.nan_to_num(jnp.abs(own - expected), nan=jnp.inf))
     finite = jnp.where(jnp.isfinite(own), jnp.abs(own), 0.0)

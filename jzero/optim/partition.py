@@ -24,6 +24,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.optim.precision import Scaled
+
 Spec = tuple[tuple[str, ...], ...]
 """The mesh axes that split each dimension; one entry per dimension, empty where it is whole."""
 
@@ -106,6 +108,14 @@ class Leaf:
         return _partition_spec(tuple((*names, *own) if i == self.split else names for i, names in enumerate(self.spec)))
 
     @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Global shape of the scales of a scaled array: one per stacked layer of each shard; sharded as the shards."""
+        if self.split is None:
+            return (*self.shard_shape[:-1], self.ranks * (self.others[-1] if self.shares_flat_dimension else 1))
+        parts = (o * self.ranks if i == self.split else o for i, o in enumerate(self.others))
+        return tuple(n if i < self.stacked else o for i, (n, o) in enumerate(zip(self.shape, parts, strict=True)))
+
+    @property
     def param_spec(self) -> PartitionSpec:
         """Sharding of the parameter itself."""
         return _partition_spec(self.spec)
@@ -165,15 +175,21 @@ class Plan(NamedTuple):
 def owners(state: Any, plan: Plan) -> list[Leaf | None]:
     """Which parameter each array of an inner transformation's abstract state belongs to, in order; None: to none.
 
-    An array belongs to the parameter whose path ends its own, as in `state.mu["w"]`, if it has the shape of its shards.
-    Unlike `optax.tree.map_params`, this takes masks and labels that are functions of the parameters.
+    An array belongs to the parameter whose path ends its own, as in `state.mu["w"]`, if it has the shape of its shards;
+    so do value and scale of a scaled one, `state.mu["w"].scale`. Unlike `optax.tree.map_params`, this takes masks and
+    labels that are functions of the parameters.
     """
     named = jax.tree_util.tree_leaves_with_path(plan.unflatten(plan.leaves))
     by_path: dict[tuple[Any, ...], Leaf] = {tuple(path): leaf for path, leaf in named}
 
     def owner(path: Sequence[Any], x: Any) -> Leaf | None:
         ends = (by_path.get(tuple(path[i:])) for i in range(len(path) + 1))
-        return next((leaf for leaf in ends if leaf and leaf.shard_shape == x.shape), None)
+        found = next((leaf for leaf in ends if leaf and leaf.shard_shape == x.shape), None)
+        if found is None and path and getattr(path[-1], "name", None) in Scaled._fields:
+            ends = (by_path.get(tuple(path[i:-1])) for i in range(len(path)))
+            shape = lambda leaf: leaf.scale_shape if path[-1].name == "scale" else leaf.shard_shape
+            found = next((leaf for leaf in ends if leaf and shape(leaf) == x.shape), None)
+        return found
 
     return [owner(path, x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
 

@@ -10,7 +10,8 @@ shard per data rank. A step has three phases, and each is a function below:
 With d data ranks the state takes 1/d of the memory, the update 1/d of the time, and reduce-scatter + all-gather move as
 many bytes as the all-reduce they replace (Rajbhandari et al., ZeRO, arXiv 1910.02054; Apex DistributedFusedAdam).
 
-How a leaf is cut is in `partition.py`, the collectives in `collectives.py`, the kinds of gradient in `gradients.py`.
+How a leaf is cut is in `partition.py`, the collectives in `collectives.py`, the kinds of gradient in `gradients.py`, in
+which precision masters and moments are kept in `storage.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions
+from jzero.optim import chain, collectives, gradients, masters, precision, regions
 from jzero.optim.gradients import KINDS
-from jzero.optim.partition import Leaf, Plan, make_plan, owners
+from jzero.optim.partition import Leaf, Plan, make_plan
 from jzero.optim.report import PartitionReport, partition_report
+from jzero.optim.storage import Slot, StateDtype, Storage, state_specs
 
-MASTERS = ("auto", "fp32", "none")
 Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
@@ -40,9 +41,12 @@ Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformat
 class ZeroState:
     """State of `zero`: shards, and the plan they were cut by."""
 
-    master: Any  # like the parameters: float32 shards (Leaf.shard_shape), MaskedNode where there is no master
-    inner: Any  # state of the inner transformation on the shards; scalars (a step count) are replicated
+    master: Any  # like the parameters: shards (Leaf.shard_shape) float32, int16 remainders or Scaled; MaskedNode: none
+    inner: Any  # state of the inner transformation on the shards, stored as told; scalars (a step count) are replicated
     plan: Plan = dataclasses.field(metadata={"static": True})
+    rounding: Any = dataclasses.field(
+        default_factory=optax.MaskedNode
+    )  # uint32 [2], seed and count of stochastic rounding; MaskedNode without
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -109,10 +113,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             **extra: passed to the inner transformation.
 
         Returns:
-            New float32 parameter shards, new state, and the gradients' global norm before clipping.
+            New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
         norm = collectives.global_norm(shards, state.plan.leaves)
-        new, _, state = self.core.update(list(shards), state, list(params), norm, extra)
+        new, _, state = self.core.update(list(shards), state, list(params), norm, extra, direct=True)
         return new, state, norm
 
 
@@ -123,6 +127,8 @@ def zero(
     axis: str | None = "data",
     replica_axis: str | Sequence[str] | None = None,
     master: str = "auto",
+    state_dtype: StateDtype = None,
+    stochastic_rounding: bool = False,
     gradients: str = "auto",
     grad_sync_dtype: Any = jnp.float32,
     param_sync_dtype: Any = None,
@@ -139,13 +145,22 @@ def zero(
         axis: the mesh axis that shards the state. None: no sharding (ZeRO off), for comparison.
         replica_axis: axis, or axes, over which gradients are averaged too but state is repeated (Apex: redundant
             group). Every axis that splits the batch is either `axis` or named here.
-        master: "fp32" keeps a float32 copy of each parameter's shard, "none" updates the parameter itself, "auto" keeps
-            one where the parameter, or what is gathered of it (`param_sync_dtype`), has less than 32 bits.
+        master: what is kept beside each parameter's shard: "fp32" a float32 copy; "remainder" the 16 bits that a
+            bfloat16 parameter lacks; "scaled_fp16" a float16 copy with a scale; "none" nothing, the parameter itself is
+            updated. "auto" decides per leaf, as NeMo does: "none" where the parameter and what is gathered of it
+            (`param_sync_dtype`) hold float32, or have the very dtype of all state (`state_dtype`); for bfloat16 ones
+            "scaled_fp16" if that is the `state_dtype`, else "remainder"; "fp32" for all others.
+        state_dtype: how the arrays of the inner state are stored: "fp32", "bf16", "fp16", or with a scale per layer of
+            each shard "scaled_bf16", "scaled_fp16", "scaled_fp8" (e4m3); one for all, or by field, as
+            `{"mu": "scaled_fp8", "nu": "scaled_fp16"}`. The update itself is float32. None: as `inner` keeps them.
+        stochastic_rounding: round what is stored as bfloat16 without scale or master up or down at random, right on
+            average. The state holds the seed and a count, so runs repeat exactly on the same mesh.
         gradients: kind of gradient, see `jzero.optim.gradients`: "auto" reads it from the type and raises where it
             cannot tell; "local", "reduced", "unreduced" declare it.
         grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name). Only
             local gradients cross the wire here; for others anything but float32 is an error.
-        param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own.
+        param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own. A floating dtype rounds, an
+            integer one carries the bits.
         clip_norm: clip by the global norm of the scattered gradients, factor min(1, clip_norm / (norm + 1e-6)).
         param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed
             only where `init` cannot see shardings (inside `jit` with Auto axes).
@@ -171,10 +186,9 @@ def zero(
         mesh=mesh,
         axis=axis,
         replica=regions.replica_axes(replica_axis, mesh, axis),
-        master=_choice("master", master, MASTERS),
+        storage=Storage.of(master, state_dtype, param_sync_dtype, stochastic_rounding),
         gradients=_choice("gradients", gradients, KINDS),
         grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
-        param_sync_dtype=None if param_sync_dtype is None else jnp.dtype(param_sync_dtype),
         clip_norm=clip_norm,
         param_specs=param_specs,
         stacked=stacked,
@@ -194,10 +208,9 @@ class Zero:
     mesh: Mesh
     axis: str | None
     replica: tuple[str, ...]
-    master: str
+    storage: Storage
     gradients: str
     grad_sync_dtype: Any
-    param_sync_dtype: Any
     clip_norm: float | None
     param_specs: Any
     stacked: Callable[[str], int] | None
@@ -210,12 +223,7 @@ class Zero:
         for leaf in plan.leaves:
             if shared := sorted({*leaf.axes} & {*self.replica}):
                 raise ValueError(f"{leaf.path}: it is split over {shared}, over which its state is to be repeated")
-            wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
-            if self.master == "none" and wire.itemsize < jnp.dtype(leaf.dtype).itemsize:
-                raise ValueError(
-                    f"{leaf.path}: param_sync_dtype={wire.name} would round the only copy of a {leaf.dtype} parameter "
-                    "in every step, since master='none'; expected master='auto' or 'fp32', or a dtype no narrower"
-                )
+        self.storage.check(plan)
         return plan
 
     def init(self, params: Any) -> ZeroState:
@@ -233,13 +241,11 @@ class Zero:
     @functools.cache  # noqa: B019  one entry per plan; the transformation lives as long as the program
     def _init_program(self, plan: Plan) -> Callable[[list[Array]], ZeroState]:
         def build(params: list[Array]) -> ZeroState:
-            shards = [_shard(p, leaf).astype(jnp.float32) for p, leaf in zip(params, plan.leaves, strict=True)]
-            master = [
-                self.codec(leaf).encode(s) if self.has_master(leaf) else optax.MaskedNode()
-                for s, leaf in zip(shards, plan.leaves, strict=True)
-            ]
-            inner = self.transformation(plan).init(plan.unflatten(shards))
-            return ZeroState(plan.unflatten(master), inner, plan)
+            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            shards = [p.astype(jnp.float32) for p in own]
+            master = [self.storage.stored(n, p, leaf) for n, p, leaf in zip(shards, own, plan.leaves, strict=True)]
+            inner = self.storage.encode(self.transformation(plan).init(plan.unflatten(shards)), self.slots(plan))
+            return ZeroState(plan.unflatten(master), inner, plan, self.storage.first_key())
 
         in_specs = [leaf.param_spec for leaf in plan.leaves]
         return regions.enter(build, self.mesh, (in_specs,), self.specs(plan))
@@ -247,48 +253,37 @@ class Zero:
     def abstract_init(self, params: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with their shardings; allocates nothing."""
         plan = self.plan(params)
-        shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
-        master = [
-            jax.eval_shape(self.codec(leaf).encode, s) if self.has_master(leaf) else optax.MaskedNode()
-            for s, leaf in zip(shapes, plan.leaves, strict=True)
-        ]
-        inner = jax.eval_shape(self.transformation(plan).init, plan.unflatten(shapes))
-        state = ZeroState(plan.unflatten(master), inner, plan)
+        state = self.abstract(plan)
         return jax.tree.map(functools.partial(regions.placed, mesh=self.mesh), state, self.specs(plan))
 
     def specs(self, plan: Plan) -> ZeroState:
         """A `PartitionSpec` for every array of the state."""
-        specs = [leaf.shard_spec for leaf in plan.leaves]
-        master = [
-            s if self.has_master(leaf) else optax.MaskedNode() for s, leaf in zip(specs, plan.leaves, strict=True)
-        ]
-        tx = self.transformation(plan)
+        state = self.abstract(plan)
+        key = jax.tree.map(lambda _: PartitionSpec(), state.rounding)
+        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, key)
+
+    def abstract(self, plan: Plan) -> ZeroState:
+        """The state as `jax.ShapeDtypeStruct`s of global shapes."""
+        master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
+        inner = self.storage.abstract_inner(self.abstract_inner(plan), self.slots(plan))
+        return ZeroState(plan.unflatten(master), inner, plan, jax.eval_shape(self.storage.first_key))
+
+    def abstract_inner(self, plan: Plan) -> Any:
+        """The inner transformation's own state as `jax.ShapeDtypeStruct`s of global shapes."""
         shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
-        abstract = jax.eval_shape(tx.init, plan.unflatten(shapes))
-        inner = [PartitionSpec() if leaf is None else leaf.shard_spec for leaf in owners(abstract, plan)]
-        return ZeroState(plan.unflatten(master), jax.tree.unflatten(jax.tree.structure(abstract), inner), plan)
+        return jax.eval_shape(self.transformation(plan).init, plan.unflatten(shapes))
+
+    @functools.cache  # noqa: B019  one entry per plan
+    def slots(self, plan: Plan) -> list[Slot]:
+        """How every array of the inner state is stored, in order."""
+        return self.storage.slots(self.abstract_inner(plan), plan)
 
     def transformation(self, plan: Plan) -> optax.GradientTransformationExtraArgs:
         """The inner transformation for these parameters, on shards; it sees the original shapes."""
         inner = self.inner
         if not isinstance(inner, optax.GradientTransformation):
             inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
-        return elementwise.on_shards(inner, plan)
-
-    def has_master(self, leaf: Leaf) -> bool:
-        """Whether the state keeps a master of this leaf."""
-        kept = (jnp.dtype(leaf.dtype), self.param_sync_dtype or jnp.dtype(leaf.dtype))
-        return self.master == "fp32" or (self.master == "auto" and min(dtype.itemsize for dtype in kept) < 4)
-
-    def sent(self, n: Array, leaf: Leaf) -> Array:
-        """A new parameter, float32, rounded as it is stored and sent."""
-        n = precision.round_to(n, leaf.dtype)
-        return precision.round_to(n, self.param_sync_dtype) if self.param_sync_dtype else n
-
-    def codec(self, leaf: Leaf) -> precision.Codec:
-        """How the master of a leaf is stored."""
-        del leaf  # every leaf alike
-        return precision.cast(jnp.float32)
+        return optax.with_extra_args_support(inner)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class Zero:
             shards = self.scatter(values, plan, kinds, bound)
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm else None
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            new, updates, state = self.update(shards, state, own, norm, extra)
+            new, updates, state = self.update(shards, state, own, norm, extra, direct=direct)
             return self.gather(new, updates, params, plan, direct), state
 
         param_specs = [leaf.param_spec for leaf in plan.leaves]
@@ -346,27 +341,33 @@ class Zero:
         ]
 
     def update(
-        self, shards: list[Array], state: ZeroState, params: list[Array], norm: Array | None, extra: dict[str, Any]
+        self,
+        shards: list[Array],
+        state: ZeroState,
+        params: list[Array],
+        norm: Array | None,
+        extra: dict[str, Any],
+        *,
+        direct: bool,
     ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2: decode, clip, run the inner transformation, encode. Returns new masters, float32 updates, state."""
-        plan = state.plan
+        """Phase 2: decode, clip, run the inner transformation, encode. Returns new parameters, updates, state."""
+        plan, storage, slots = state.plan, self.storage, self.slots(state.plan)
         if self.clip_norm and norm is not None:
             factor = chain.clip_factor(norm, self.clip_norm)
             shards = [g * factor for g in shards]
+        keys = storage.keys(state.rounding, self.mesh.axis_names)
         stored = plan.flatten(state.master, "master")
-        whole = [
-            self.codec(leaf).decode(m) if self.has_master(leaf) else p.astype(jnp.float32)
-            for m, p, leaf in zip(stored, params, plan.leaves, strict=True)
-        ]
-        tx = self.transformation(plan)
-        updates, inner = tx.update(plan.unflatten(shards), state.inner, plan.unflatten(whole), **extra)
+        whole = [storage.whole(m, p, leaf) for m, p, leaf in zip(stored, params, plan.leaves, strict=True)]
+        inner = storage.decode(state.inner, slots)
+        updates, inner = self.transformation(plan).update(plan.unflatten(shards), inner, plan.unflatten(whole), **extra)
         flat = plan.flatten(updates, "updates of the inner transformation")
-        new = [m + u.astype(jnp.float32) for m, u in zip(whole, flat, strict=True)]
-        master = [
-            self.codec(leaf).encode(n) if self.has_master(leaf) else optax.MaskedNode()
-            for n, leaf in zip(new, plan.leaves, strict=True)
-        ]
-        return new, flat, ZeroState(plan.unflatten(master), inner, plan)
+        new, master = [], []
+        for i, (w, u, p, leaf) in enumerate(zip(whole, flat, params, plan.leaves, strict=True)):
+            n = w + u.astype(jnp.float32)
+            new.append(storage.sent(n, leaf, keys and keys.of(i + len(slots), leaf)))
+            master.append(storage.stored(n, new[-1] if direct else precision.applied(new[-1], p), leaf))
+        inner = storage.encode(inner, slots, keys)
+        return new, flat, ZeroState(plan.unflatten(master), inner, plan, storage.next_key(state.rounding))
 
     def gather(
         self, new: list[Array], updates: list[Array], params: list[Array], plan: Plan, direct: bool
@@ -374,16 +375,15 @@ class Zero:
         """Phase 3: what every rank needs, from the shards: new parameters, or updates that lead to them."""
         out = []
         for n, u, p, leaf in zip(new, updates, params, plan.leaves, strict=True):
-            wire = self.param_sync_dtype or jnp.dtype(leaf.dtype)
+            wire = self.storage.wire(leaf)
             as_update = (
                 not direct and wire == p.dtype == jnp.float32
             )  # p + u is what the shard's owner computed, exactly
-            value = u if as_update else self.sent(n, leaf).astype(wire)
+            value = u if as_update else precision.to_wire(n, wire)
             full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
-            if direct:
-                out.append(full.astype(p.dtype))
-            else:
-                out.append(full if as_update else full.astype(jnp.float32) - p.astype(jnp.float32))
+            if not as_update:
+                full = precision.from_wire(full, p.dtype)
+            out.append(full if as_update or direct else precision.difference(full, p))
         return out
 
 

@@ -156,7 +156,7 @@ def whole(array, like):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_parameters_follow_a_float32_master(dtype):
     pr = problem(mesh(data=8), SHAPES)
-    tx = jzero.distributed_fused_adam(1e-2, weight_decay=0.1, mesh=pr.mesh)
+    tx = jzero.distributed_fused_adam(1e-2, weight_decay=0.1, mesh=pr.mesh, master="fp32")
     params, state = exact_steps(tx, pr, dtype)
     start = {k: rounded(x, dtype) for k, x in pr.start.items()}
     expected = adam.train(adam.adam(1e-2, weight_decay=0.1), start, at_rounded(pr, dtype), STEPS)
