@@ -199,24 +199,27 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 # has one.
 
 
+def _check_fits(value: Value, kind: Value, equation: Any) -> None:
+    """Refuse a value that cannot be made to be of another's kind."""
+    same = type(value) is type(kind) and getattr(value, "leaf", None) == getattr(kind, "leaf", None)
+    if not same and not isinstance(value, Uniform):
+        leaves = sorted({v.leaf for v in (value, kind) if isinstance(v, Shard)})
+        raise MixesPositions(leaves, equation.primitive.name, "gives results of several kinds", equation)
+
+
 def _raised(value: Value, kind: Value, equation: Any) -> Value:
-    """`value` as the more general kind of `kind`; a Shard's shape is `kind`'s."""
-    if type(value) is type(kind) and getattr(value, "leaf", None) == getattr(kind, "leaf", None):
-        return value
-    if isinstance(kind, Shard) and isinstance(value, Uniform):
+    """`value` as the kind of `kind`; a Shard's shape is `kind`'s."""
+    _check_fits(value, kind, equation)
+    if isinstance(kind, Shard):
         return Shard(jnp.broadcast_to(value.value, kind.value.shape), kind.leaf)
-    if isinstance(kind, Uniform) or (isinstance(kind, Whole) and isinstance(value, Uniform)):
-        return value if isinstance(kind, Uniform) else Whole(array(value), kind.origin)
-    leaves = sorted({v.leaf for v in (value, kind) if isinstance(v, Shard)})
-    raise MixesPositions(leaves, equation.primitive.name, "gives results of several kinds", equation)
+    return Whole(array(value), kind.origin) if isinstance(kind, Whole) else value
 
 
 def _joined(first: Sequence[Value], second: Sequence[Value], equation: Any) -> list[Value]:
     """The more general kind of each pair."""
-    rank = lambda v: 0 if isinstance(v, Uniform) else 1
-    pairs = [sorted(pair, key=rank) for pair in zip(first, second, strict=True)]
+    pairs = [sorted(pair, key=lambda v: not isinstance(v, Uniform)) for pair in zip(first, second, strict=True)]
     for low, high in pairs:
-        _raised(low, high, equation)
+        _check_fits(low, high, equation)
     return [high for _, high in pairs]
 
 
@@ -233,15 +236,22 @@ def _kinds(f: Callable[..., list[Value]], *arguments: Sequence[Value]) -> list[V
     return _rewrapped(found, shapes)
 
 
-def _axes(values: Sequence[Value]) -> frozenset[str]:
-    """Axes over which anything in a control-flow operation with shards may vary."""
-    return frozenset().union(*(regions.varying_axes(v.value) for v in values))
+Axes = dict[int, frozenset[str]]
 
 
-def _cast(values: Sequence[Value], kinds: Sequence[Value], axes: frozenset[str], equation: Any) -> list[Array]:
-    """The arrays of values raised to `kinds`; shards vary over `axes`."""
+def _axes(values: Sequence[Value]) -> Axes:
+    """Per leaf, the axes over which anything of it in a control-flow operation may vary."""
+    axes: Axes = {}
+    for v in values:
+        if isinstance(v, Shard):
+            axes[v.leaf] = axes.get(v.leaf, frozenset()) | regions.varying_axes(v.value)
+    return axes
+
+
+def _cast(values: Sequence[Value], kinds: Sequence[Value], axes: Axes, equation: Any) -> list[Array]:
+    """The arrays of values raised to `kinds`; shards vary over the axes of their leaf."""
     raised = [_raised(v, kind, equation) for v, kind in zip(values, kinds, strict=True)]
-    return [vary(v.value, axes) if isinstance(v, Shard) else v.value for v in raised]
+    return [vary(v.value, axes[v.leaf]) if isinstance(v, Shard) else v.value for v in raised]
 
 
 def _closed(jaxpr: Any) -> Callable[[Sequence[Value]], list[Value]]:
@@ -258,7 +268,7 @@ def _cond(equation: Any, values: list[Value]) -> list[Value]:
     index, operands = _scalar(values[0], equation), values[1:]
     branches = [_closed(jaxpr) for jaxpr in equation.params["branches"]]
     kinds = functools.reduce(lambda a, b: _joined(a, b, equation), (_kinds(branch, operands) for branch in branches))
-    axes = _axes(operands)
+    axes = _axes([*operands, *kinds])
 
     def run(branch: Any, arrays: Sequence[Array]) -> list[Array]:
         return _cast(branch(_rewrapped(operands, arrays)), kinds, axes, equation)
@@ -277,8 +287,12 @@ def _settled(step: Callable[[Sequence[Value]], list[Value]], carry: list[Value],
         if [type(v) for v in after] == [type(v) for v in kinds]:
             return kinds
         axes = _axes([*carry, *after])
-        kinds = _rewrapped(after, [vary(jnp.zeros(v.value.shape, v.value.dtype), axes) if isinstance(v, Shard) else
-                                   w.value for v, w in zip(after, kinds, strict=True)])  # fmt: skip
+        kinds = [
+            Shard(vary(jnp.zeros(v.value.shape, v.value.dtype), axes[v.leaf]), v.leaf)
+            if isinstance(v, Shard)
+            else dataclasses.replace(v, value=w.value)
+            for v, w in zip(after, kinds, strict=True)
+        ]
     return kinds
 
 

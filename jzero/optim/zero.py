@@ -27,7 +27,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, gradients, masters, precision, regions
+from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions
 from jzero.optim.gradients import KINDS
 from jzero.optim.partition import Leaf, Plan, make_plan
 from jzero.optim.report import PartitionReport, partition_report
@@ -283,7 +283,7 @@ class Zero:
         inner = self.inner
         if not isinstance(inner, optax.GradientTransformation):
             inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
-        return optax.with_extra_args_support(inner)
+        return elementwise.on_shards(inner, plan)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
