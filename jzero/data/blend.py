@@ -74,8 +74,9 @@ class Blend:
         JzeroError: a weight is not positive.
 
     Example:
-        >>> Blend(["aa", "b"], [2, 1]).place(5)
-        (0, 3)
+        >>> blend = Blend(["aa", "b"], [2, 1])
+        >>> blend.place(5), blend.distinct
+        ((0, 3), 3)
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float]):
@@ -88,6 +89,17 @@ class Blend:
     def __len__(self) -> int:
         """Samples in the first epochs of all datasets together; the samples after them are as valid."""
         return sum(len(dataset) for dataset in self.datasets)
+
+    @property
+    def distinct(self) -> int:
+        """How many samples from the first on are all different: until one of the datasets begins its second epoch."""
+
+        def first_again(source: int) -> int:
+            period, number = divmod(len(self.datasets[source]), self.counts[source])
+            at = np.flatnonzero((self._source == source) & (self._number == number))[0]
+            return period * len(self._source) + int(at)
+
+        return min(map(first_again, range(len(self.datasets))))
 
     def __getitem__(self, k: SupportsIndex) -> dict[str, np.ndarray]:
         """Sample k ≥ 0, as the dataset that it comes from gives it."""

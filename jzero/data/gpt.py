@@ -97,6 +97,11 @@ class GPTDataset:
         """Samples that begin in the first epoch; the samples after them are as valid."""
         return -(-self._stream.size // self.seq_length)
 
+    @property
+    def distinct(self) -> int:
+        """How many samples from the first on are all different windows of the file: those of the first epoch."""
+        return len(self)
+
     def __getitem__(self, k: SupportsIndex) -> dict[str, np.ndarray]:
         """Sample k ≥ 0.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections import deque
@@ -25,8 +26,8 @@ import jax
 from jzero.data.loader import batches, build_datasets, config_tokenizer
 from jzero.errors import JzeroError
 from jzero.train.checkpoint import Checkpoints
-from jzero.train.config import Config, to_yaml
-from jzero.train.devices import as_process_0, build_mesh
+from jzero.train.config import Config, ExpManager, to_yaml
+from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
 from jzero.train.generate import generate
 from jzero.train.identity import changed_keys
@@ -73,12 +74,13 @@ def train(config: Config) -> TrainResult:
     is_main = jax.process_index() == 0
     reporter.console.quiet = not is_main
     path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
-    tokenizer = config_tokenizer(config)
-    with disk_errors(f"run {path}"):
+    with together("model.data"):
+        tokenizer = config_tokenizer(config)
         data = build_datasets(config, tokenizer)
-        program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-        with RunFolder(path, writer=is_main, agree=as_process_0) as folder:
-            return Run(config, program, data, tokenizer, folder, reporter).run()
+    program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
+    check = functools.partial(check_old_files, config.exp_manager)
+    with RunFolder(path, writer=is_main, agree=as_process_0, check=check) as folder:
+        return Run(config, program, data, tokenizer, folder, reporter).run()
 
 
 class Run:
@@ -105,7 +107,6 @@ class Run:
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.val_step = 0  # of the last evaluation
-        self.checkpoints: Checkpoints | None = None
         self.metrics: Metrics | None = None
         self.checkpoints = _open_checkpoints(config, folder.path, report.note, program.layout.plan)
         try:
@@ -120,12 +121,15 @@ class Run:
         """Everything from the table to the text."""
         try:
             if self.folder.writer:
-                write_atomic(self.folder.path / "config.yaml", to_yaml(self.config))
+                with disk_errors(f"run {self.folder.path}"):
+                    write_atomic(self.folder.path / "config.yaml", to_yaml(self.config))
             self.report.table(self.program.summary())
-            with StopSignals() as stop, self.report:
-                self._steps(stop)
-            sample = None if stop.seen else self._sample()
-            self._finish()
+            with StopSignals() as stop:
+                with self.report:
+                    self._steps(stop)
+                stopped = stop.seen  # from here on a signal changes nothing: the last checkpoint is being written
+                sample = None if stopped else self._sample()
+                self._finish()
         except BaseException:
             self._abandon()
             raise
@@ -134,7 +138,7 @@ class Run:
             step=self.step,
             loss=self.loss,
             val_loss=self.val_loss,
-            stopped=stop.seen,
+            stopped=stopped,
             sample=sample,
             state=self.state,
             program=self.program,
@@ -212,7 +216,8 @@ class Run:
 
     def _record(self, record: Record) -> None:
         if self.metrics:
-            self.metrics.write(record)
+            with disk_errors(f"run {self.folder.path}"):
+                self.metrics.write(record)
         self.folder.keep()
 
     def _evaluate_if_due(self, stop: StopSignals) -> None:
@@ -256,7 +261,8 @@ class Run:
             "val_loss": self.val_loss,
             "val_step": self.val_step,
         }
-        self.checkpoints.save(self.step, self.state, record, val_loss=self.val_loss)
+        measured = self.val_loss if self.val_step == self.step else None  # of other parameters: says nothing of these
+        self.checkpoints.save(self.step, self.state, record, val_loss=measured)
 
     def _sample(self) -> str | None:
         options = self.config.generate
@@ -290,25 +296,44 @@ class Run:
 
 
 def _validation(config: Config, dataset: Any) -> tuple[Any, int]:
-    """The validation dataset and how many batches of it an evaluation takes: never a sample twice."""
+    """The validation dataset and how many batches of it an evaluation takes.
+
+    No sample comes twice, unless there are fewer than one batch takes.
+    """
     limit = config.trainer.limit_val_batches
     if limit and dataset is None:
         raise JzeroError(
             f"model.data.splits_string: expected documents for validation, found none with "
             f"{config.model.data.splits_string}; change it, or set trainer.limit_val_batches=0 to evaluate never"
         )
-    whole = len(dataset) // config.model.global_batch_size if limit else 0
+    whole = dataset.distinct // config.model.global_batch_size if limit else 0
     return dataset, min(limit, max(whole, 1))
 
 
-def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None], plan: Any) -> Checkpoints | None:
-    manager, keep = config.exp_manager, config.exp_manager.checkpoint
+def check_old_files(manager: ExpManager, path: Path) -> None:
+    """Raises where a run folder holds files of an earlier run that this one may not continue, or could not.
+
+    Raises:
+        JzeroError: names the folder and what to set.
+
+    Example:
+        >>> check_old_files(ExpManager(resume_if_exists=False), Path("/no-such-run"))
+    """
     old = [name for name in ("metrics.jsonl", "checkpoints") if (path / name).exists()]
     if old and not manager.resume_if_exists:
         raise JzeroError(
             f"run folder {path}: expected a new folder, found {old[0]} of an earlier run; "
             "set exp_manager.resume_if_exists=true to continue it, or another exp_manager.name"
         )
+    if "checkpoints" in old and not manager.create_checkpoint_callback:
+        raise JzeroError(
+            f"run folder {path}: expected no checkpoints with exp_manager.create_checkpoint_callback=false, found "
+            "those of an earlier run; set it to true to continue that run, or another exp_manager.name"
+        )
+
+
+def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None], plan: Any) -> Checkpoints | None:
+    manager, keep = config.exp_manager, config.exp_manager.checkpoint
     if not manager.create_checkpoint_callback:
         return None
     return Checkpoints(
@@ -324,12 +349,13 @@ def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None], p
 def _open_metrics(config: Config, folder: RunFolder, step: int) -> Metrics | None:
     if not folder.writer:
         return None
-    return Metrics(
-        folder.path,
-        after_step=step,
-        tensorboard=config.exp_manager.create_tensorboard_logger,
-        tensorboard_every=config.trainer.log_every_n_steps,
-    )
+    with disk_errors(f"run {folder.path}"):
+        return Metrics(
+            folder.path,
+            after_step=step,
+            tensorboard=config.exp_manager.create_tensorboard_logger,
+            tensorboard_every=config.trainer.log_every_n_steps,
+        )
 
 
 def plain(section: Any) -> Record:

@@ -1,5 +1,6 @@
 """The loop with a small program: what it writes and when, and that a stopped run continues bit for bit."""
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 
 from jzero import JzeroError
 from jzero.data.loader import build_datasets, config_tokenizer
+from jzero.train.checkpoint import Checkpoints
 from jzero.train.config import load_config
 from jzero.train.devices import build_mesh
 from jzero.train.files import RunFolder
-from jzero.train.loop import Run, TrainResult
+from jzero.train.loop import Run, TrainResult, check_old_files
 from jzero.train.metrics import read_metrics
 from jzero.train.progress import Reporter
 
@@ -45,7 +47,8 @@ def start(tmp_path, text_prefix, small_program):
         config, mesh = build_mesh(load_config(None, [f"{key}={value}" for key, value in keys.items()]), print)
         program = small_program(config, mesh)
         path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
-        with RunFolder(path) as folder:
+        check = functools.partial(check_old_files, config.exp_manager)
+        with RunFolder(path, check=check) as folder:
             report = Reporter(total=config.trainer.max_steps, every=config.trainer.log_every_n_steps)
             one = Run(config, program, build_datasets(config), config_tokenizer(config), folder, report)
             step = program.step
@@ -176,6 +179,25 @@ def test_a_second_interrupt_ends_the_run_at_once(start):
         start(during=during)
 
 
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_break_it_off(start, tmp_path):
+    def during(run: Run, step: int) -> None:
+        if step == 9:
+            close = run.checkpoints.close
+            run.checkpoints.close = lambda: (signal.raise_signal(signal.SIGINT), close())
+
+    result = start(during=during)
+    assert (result.step, result.stopped, result.sample is None) == (10, False, False)
+    assert (tmp_path / "run" / "checkpoints" / "10").is_dir()
+
+
+def test_the_best_checkpoint_is_one_whose_step_was_evaluated(start, tmp_path):
+    """Evaluations after steps 4, 8 and 10, checkpoints after 3, 6, 9 and 10."""
+    start("exp_manager.checkpoint.save_last_k=9")
+    checkpoints = Checkpoints(tmp_path / "run", read_only=True)
+    assert (checkpoints.steps, checkpoints.best()) == ([3, 6, 9, 10], [10])
+    checkpoints.close()
+
+
 def test_a_finished_run_is_left_as_it_is(start, tmp_path):
     first = start()
     lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -205,6 +227,15 @@ def test_an_old_folder_is_not_overwritten_without_resume(start, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
 
 
+def test_a_run_with_checkpoints_does_not_start_again_without_them(start, tmp_path):
+    start("trainer.max_steps=3")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    message = r"expected no checkpoints with exp_manager.create_checkpoint_callback=false, found those of an earlier"
+    with pytest.raises(JzeroError, match=message):
+        start("exp_manager.create_checkpoint_callback=false")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+
+
 def test_two_processes_cannot_train_into_one_folder(start, tmp_path):
     start("trainer.max_steps=1")
     with RunFolder(tmp_path / "run"), pytest.raises(JzeroError, match=r"expected no other process training into it"):
@@ -227,7 +258,9 @@ def test_no_documents_for_validation(start, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_evaluation_takes_no_sample_twice(start, monkeypatch):
+@pytest.mark.parametrize("prefix", ["{0}", "[1,{0},9,{0}]"])
+def test_an_evaluation_takes_no_sample_twice(start, monkeypatch, text_prefix, prefix):
+    """Also where one of the files comes so often that it would begin again long before the other ends."""
     seen = []
 
     def during(run: Run, step: int) -> None:
@@ -235,11 +268,11 @@ def test_an_evaluation_takes_no_sample_twice(start, monkeypatch):
             place = run.program.place
             monkeypatch.setattr(run.program, "place", lambda batch: seen.append(batch) or place(batch))
 
-    start("trainer.max_steps=1", "trainer.limit_val_batches=1000", during=during)
-    (_, *validation) = seen
-    rows = np.concatenate([batch["tokens"] for batch in validation])
-    assert 1 < len(validation) < 100
-    assert len(np.unique(rows, axis=0)) == len(rows)
+    data = "model.data.data_prefix=" + prefix.format(text_prefix)
+    start("trainer.max_steps=1", "trainer.limit_val_batches=1000", data, during=during)
+    rows = np.concatenate([batch["tokens"] for batch in seen])  # of the evaluation: the step's was placed before
+    assert 1 < len(seen) < 100
+    assert np.unique(rows, axis=0, return_counts=True)[1].max() == prefix.count("{0}")  # each file gives it once
 
 
 def test_a_failure_before_the_first_step_leaves_nothing_behind(start, tmp_path):
@@ -256,7 +289,7 @@ def test_a_full_disk_is_one_line_and_every_line_of_the_metrics_is_whole(start, t
             run.metrics._file.close()
             run.metrics._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
 
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(JzeroError, match=r"run .*/run: expected room and permission to write, found No space left on"):
         start(during=during)
     assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 5
     start()
