@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -220,12 +220,13 @@ def _documents(paths: Sequence[Path], key: str) -> Iterator[tuple[str, int]]:
         if path.suffix == ".jsonl":
             yield from _json_lines(path, key)
         else:
-            raw = _read(path)
+            with _opened(path) as file:
+                raw = file.read()
             yield _utf8(raw, path), len(raw)
 
 
 def _json_lines(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
                 yield _field(_utf8(raw, path, number), key, f"{path}, line {number}"), len(raw)
@@ -253,9 +254,11 @@ def _field(line: str, key: str, where: str) -> str:
     return text
 
 
-def _read(path: Path) -> bytes:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise JzeroError(f"{path}: expected a readable file, found: {error.strerror}; check its permissions") from None
 

@@ -1,6 +1,7 @@
 """Tokenizers and the build of an indexed file."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,17 @@ def test_bad_input_names_file_and_line(tmp_path, name, content, message):
         build([tmp_path / (name or "a.txt")], "bytes", tmp_path / "out" / "text", progress=False)
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ([name] if name else [])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_input_that_cannot_be_read(tmp_path, name):
+    """The kernel opens this file but does not read at its beginning."""
+    memory = Path("/proc/self/mem")
+    if not memory.is_file():
+        pytest.skip("needs Linux")
+    (tmp_path / name).symlink_to(memory)
+    with pytest.raises(JzeroError, match=rf"{name}: expected a readable file, found: "):
+        build([tmp_path / name], "bytes", tmp_path / "out", progress=False)
 
 
 def test_a_folder_is_not_an_input(tmp_path):
