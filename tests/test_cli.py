@@ -1,5 +1,6 @@
 """The command line with a real, very small model: what it does, and that a mistake is one line and leaves nothing."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import pytest
 
 from jzero.cli import main
 from jzero.data.indexed import IndexedDataset
+from jzero.data.writer import IndexedWriter
+from jzero.train.config import load_config, to_yaml
 from jzero.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +94,15 @@ def test_generate_continues_the_prompt_with_the_best_checkpoint(trained, capsys)
     assert texts[0] == texts[1] == texts[3] != texts[2]
 
 
+def test_generate_does_without_the_kernel_that_the_run_had(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "run")
+    config = load_config(trained / "config.yaml")
+    model = dataclasses.replace(config.model, attention_implementation="cudnn", attention_dropout=0.0)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(dataclasses.replace(config, model=model)))
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "12", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("12")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,6 +148,14 @@ def test_an_index_that_cannot_be_read(refused, inputs, tmp_path, how):
     else:
         index.write_bytes(data[:100] if how == "truncated" else b"something" + data[9:])
     assert f"{tmp_path}/bad.idx" in refused(f"model.data.data_prefix={tmp_path}/bad")
+
+
+def test_a_token_that_the_vocabulary_has_not(refused, tmp_path):
+    with IndexedWriter(tmp_path / "foreign", "int32") as writer:
+        for _ in range(40):
+            writer.add([*range(8), 257])
+    message = f"{tmp_path}/foreign.bin: expected tokens in 0..256 (a vocabulary of 257), found 257 at position "
+    assert message in refused(f"model.data.data_prefix={tmp_path}/foreign")
 
 
 def test_a_run_folder_that_is_a_regular_file(refused, tmp_path):

@@ -18,6 +18,7 @@ from jax import Array
 
 from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
+from jzero.train.layout import threefry_key
 
 _CHUNK = 16  # tokens per call of the compiled function: text appears as it is made, and Ctrl-C works
 
@@ -71,7 +72,7 @@ def stream(
         if value < 0:
             raise JzeroError(f"{name}: expected at least 0, found {value}")
     window, length = _window(tokenizer, prompt, program.config.model.encoder_seq_length)
-    key = jax.random.key(seed)
+    key = threefry_key(seed)
     for first in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - first)
         new, made, window, length = _draw(
@@ -140,6 +141,7 @@ _ONE_DEVICE = (
     "model.replica_parallel_size=1",
     "model.micro_batch_size=1",
     "model.global_batch_size=1",
+    "model.attention_implementation=auto",  # cuDNN's, if the run asked for it, may not be here
     "model.optim.policy=replicated",
     "model.optim.overlap_param_sync=false",
 )
