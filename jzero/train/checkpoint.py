@@ -6,8 +6,9 @@ of each leaf (the sum of its bits as integers, modulo 2^32: the same on any mesh
 After a restore the fingerprints are computed again: a leaf that was not read, or read wrongly, is an error and not a
 bad run. (Orbax itself reads a file with a flipped bit without a word.)
 
-Which checkpoints stay: the last k, and the best k by validation loss. One that was being written when the process died
-is removed on the next start; one that cannot be read is set aside, and the one before it is used.
+Which checkpoints stay: the last k, and of those whose step was evaluated the best k by validation loss. One that was
+being written when the process died is removed on the next start; one that cannot be read is set aside, and the one
+before it is used.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jzero.errors import JzeroError
 from jzero.optim.partition import Plan
+from jzero.train.devices import on_every_host, together
 from jzero.train.files import disk_errors
 from jzero.train.identity import check_same
 from jzero.train.orbax_io import Keep, UnreadableError, join_threads, no_echo, reading
@@ -94,7 +95,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the finished checkpoints, ascending."""
+        """The steps of the checkpoints, ascending; also of the one that is still being written."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def best(self) -> list[int]:
@@ -183,9 +184,20 @@ class Checkpoints:
     def _read(self, step: int, abstract: Any, model: Record | None) -> tuple[Any, Record]:
         loaded, record = self._load(step, split(abstract), model)
         state = unsplit(abstract, loaded)
-        if int(state.step) != step:
+        if int(state.step) != step:  # the same on every host, as is the array
             raise UnreadableError(f"it holds step {int(state.step)}")
         return state, record
+
+    def _together(self, read: Callable[[], Any]) -> Any:
+        """Calls `read` on every host; where one raises UnreadableError, all do, so that none waits for another."""
+        why = ""
+        try:
+            result = read()
+        except UnreadableError as error:
+            why, result = str(error) or "unreadable", None
+        if not on_every_host(not why):
+            raise UnreadableError(why or "another host cannot read it")
+        return result
 
     def _describe(self, step: int) -> tuple[Record, dict[str, Any]]:
         """The record of a checkpoint and its trees of shapes, without reading arrays."""
@@ -197,14 +209,13 @@ class Checkpoints:
 
     def _load(self, step: int, wanted: dict[str, Any], model: Record | None) -> tuple[dict[str, Any], Record]:
         """The trees of `wanted`, checked, and the record."""
-        record, shapes = self._describe(step)
+        record, shapes = self._together(lambda: self._describe(step))
         reads = readable(wanted, shapes, self._leaves)
         check_same(self.folder / str(step), reads, shapes, record, model)
-        loaded = reading(lambda: self._orbax.load_checkpointables(step, reads))
+        loaded = self._together(lambda: reading(lambda: self._orbax.load_checkpointables(step, reads)))
         loaded = {name: loaded[name] for name in wanted}
-        for path, bits in fingerprints(loaded).items():
-            if record["fingerprints"].get(path) != bits:
-                raise UnreadableError(f"other bits than were saved in {path}")
+        bits = fingerprints(loaded)
+        self._together(lambda: _compare(record["fingerprints"], bits))
         return to_wanted(loaded, wanted, self._leaves), record
 
     def _open(self) -> ocp.training.Checkpointer:
@@ -215,11 +226,11 @@ class Checkpoints:
         aside = self.folder.parent / "unreadable_checkpoints"
         self._note(f"ignored checkpoint {step}: {why}; moved to {aside}")
         self._orbax.close()
-        if self._is_main:
-            shutil.rmtree(aside / str(step), ignore_errors=True)
-            aside.mkdir(exist_ok=True)
-            (self.folder / str(step)).rename(aside / str(step))
-        multihost_utils.sync_global_devices("jzero: checkpoint set aside")
+        with together(str(self.folder)), disk_errors(str(self.folder)):
+            if self._is_main:
+                shutil.rmtree(aside / str(step), ignore_errors=True)
+                aside.mkdir(exist_ok=True)
+                (self.folder / str(step)).rename(aside / str(step))
         self._orbax = self._open()
 
     def _remove_unfinished(self, report: Callable[[str], None] = lambda name: None) -> None:
@@ -240,6 +251,12 @@ class Checkpoints:
             self._remove_unfinished()
             self._orbax = self._open()
             raise
+
+
+def _compare(saved: Record, now: Record) -> None:
+    for path, bits in now.items():
+        if saved.get(path) != bits:
+            raise UnreadableError(f"other bits than were saved in {path}")
 
 
 def load_params(

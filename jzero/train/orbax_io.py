@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 import jax
 
-# Orbax logs the traceback of every failed thread; each of those failures is raised here as well, as one line.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+# Orbax logs the traceback of every failed thread; each of those failures is raised here as well, as one line. It logs
+# through the logger "absl", which others share and keep.
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 
 class UnreadableError(Exception):

@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact through an asynchronous save, restored to any mesh, and never read wrongly in silence."""
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jzero import JzeroError, make_mesh
+from jzero.train import checkpoint
 from jzero.train.checkpoint import Checkpoints, load_params
 from jzero.train.identity import changed_keys
 
@@ -116,6 +118,26 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(program, tmp_
     checkpoints.wait()
     assert checkpoints.restore(program.abstract)[1]["step"] == 1
     checkpoints.close()
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_what_another_host_cannot_read_is_set_aside_here_too(program, tmp_path, notes, monkeypatch, part):
+    """The hosts ask one another after the description, the arrays and the comparison; here another one says no."""
+    checkpoints = Checkpoints(tmp_path, last_k=3, note=notes.append)
+    checkpoints.save(0, program.init(), {})
+    checkpoints.save(1, program.init()._replace(step=jnp.int32(1)), {})
+    checkpoints.wait()
+    asked = []
+    monkeypatch.setattr(checkpoint, "on_every_host", lambda here: asked.append(here) or len(asked) != part + 1)
+    assert checkpoints.restore(program.abstract)[1]["step"] == 0
+    assert asked == [True] * (part + 1 + 3)
+    assert notes == [f"ignored checkpoint 1: another host cannot read it; moved to {tmp_path}/unreadable_checkpoints"]
+    checkpoints.close()
+
+
+def test_absl_is_silenced_for_orbax_alone(caplog):
+    logging.getLogger("absl").error("of another library")
+    assert "of another library" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -81,7 +81,7 @@ def test_hosts_that_cannot_find_each_other(monkeypatch):
 
 @pytest.fixture
 def on_two_hosts(tmp_path, text_prefix):
-    """Starts `jzero train` as two processes with two devices each; the processes."""
+    """Starts `jzero train` as two processes with two devices each; `first`: more keys of one. The processes."""
     keys = {
         "trainer.devices": 2,
         "trainer.num_nodes": 2,
@@ -101,7 +101,7 @@ def on_two_hosts(tmp_path, text_prefix):
     }
     (tmp_path / "config.yaml").write_text("{}")
 
-    def start(*overrides: str, hosts: int = 2) -> list[subprocess.Popen]:
+    def start(*overrides: str, first: tuple[str, ...] = ()) -> list[subprocess.Popen]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -110,7 +110,8 @@ def on_two_hosts(tmp_path, text_prefix):
         arguments = [f"{key}={value}" for key, value in keys.items()]
         command = [sys.executable, "-m", "jzero", "train", str(tmp_path / "config.yaml"), *arguments, *overrides]
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return [subprocess.Popen(command, env={**env, "JAX_PROCESS_ID": str(i)}, **pipes) for i in range(hosts)]
+        each = [(command + list(more), {**env, "JAX_PROCESS_ID": str(i)}) for i, more in enumerate((first, ()))]
+        return [subprocess.Popen(arguments, env=own, **pipes) for arguments, own in each]
 
     return start
 
@@ -145,3 +146,10 @@ def test_a_mistake_ends_both_hosts(on_two_hosts, tmp_path):
     one, other = outputs(on_two_hosts(), 2)
     assert f"jzero: run folder {tmp_path}/gpt: expected room and permission to write, found File exists" in one
     assert f"jzero: run folder {tmp_path}/gpt: expected process 0 to open it, found that it could not" in other
+
+
+@pytest.mark.slow
+def test_data_that_one_host_cannot_open_ends_both(on_two_hosts):
+    one, other = outputs(on_two_hosts(first=("model.data.data_prefix=/no/such/file",)), 2)
+    assert "jzero: /no/such/file" in one
+    assert "jzero: model.data: expected every host to open it, found one that could not" in other

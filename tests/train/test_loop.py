@@ -18,6 +18,7 @@ from jzero.train.files import RunFolder
 from jzero.train.loop import Run, TrainResult, check_old_files
 from jzero.train.metrics import read_metrics
 from jzero.train.progress import Reporter
+from jzero.train.signals import StopSignals
 
 TIMES = ("step_time_s", "tokens_per_s")
 
@@ -167,6 +168,16 @@ def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_
     assert (stopped.step, stopped.val_loss) == (4, None)
     start()
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_handler_that_python_did_not_set_becomes_the_default():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals() as stop:
+            stop._before[signal.SIGTERM] = None  # what `signal.signal` gives then
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_second_interrupt_ends_the_run_at_once(start):
