@@ -17,6 +17,7 @@ import numpy as np
 from jzero.errors import JzeroError
 
 _MASKED = -1e30
+_SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 _CUDNN_WIDEST_HEAD = 128  # what every GPU with flash attention in cuDNN can do
 
 
@@ -83,13 +84,32 @@ def attend(
     return _written_out(query, key, value, segments, drop)
 
 
-def library(implementation: str, dtype: jnp.dtype, width: int) -> Literal["xla", "cudnn"] | None:
-    """The implementation of `jax.nn.dot_product_attention` for heads of this width; None: the written-out form."""
-    sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
+def flash_attention_fits(dtype: jnp.dtype, head_width: int, platform: str) -> bool:
+    """Whether cuDNN's flash attention, which has no dropout, takes heads of this width and type.
+
+    Args:
+        dtype: of the activations; it takes 16 bits only.
+        head_width: K, a multiple of 8.
+        platform: of the devices, as `jax.Device.platform` or `jax.default_backend()` names it.
+
+    Example:
+        >>> flash_attention_fits(jnp.bfloat16, 64, "gpu"), flash_attention_fits(jnp.float32, 64, "gpu")
+        (True, False)
+    """
+    fits = dtype in _SIXTEEN_BITS and head_width <= _CUDNN_WIDEST_HEAD and head_width % 8 == 0
+    return fits and platform in ("gpu", "cuda")
+
+
+def library(
+    implementation: str, dtype: jnp.dtype, width: int, platform: str | None = None
+) -> Literal["xla", "cudnn"] | None:
+    """The implementation of `jax.nn.dot_product_attention` for heads of this width; None: the written-out form.
+
+    The platform is that of the devices; None: JAX's default backend.
+    """
     if implementation == "auto":
-        fits = sixteen_bits and width <= _CUDNN_WIDEST_HEAD and width % 8 == 0
-        return "cudnn" if fits and jax.default_backend() == "gpu" else None
-    if implementation == "cudnn" and not sixteen_bits:
+        return "cudnn" if flash_attention_fits(dtype, width, platform or jax.default_backend()) else None
+    if implementation == "cudnn" and dtype not in _SIXTEEN_BITS:
         raise JzeroError(
             f"model.attention_implementation: expected auto or xla for {dtype.name} activations, found cudnn, "
             "which takes bfloat16 or float16"

@@ -25,6 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
+from jzero.models.attention import flash_attention_fits
 from jzero.models.gpt import Functions, functions
 from jzero.optim import collectives
 from jzero.parallel import stack
@@ -209,16 +210,13 @@ def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> 
         (384, 768)
     """
     architecture = gpt_config(config, vocab_size)
-    if architecture.attention_implementation == "auto" and _takes_flash_attention(config, mesh):
+    # The mesh may be described, so its platform need not be this process's. cuDNN's attention has no dropout.
+    platform, dropout = mesh.devices.flat[0].platform, architecture.attention_dropout
+    fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, platform) and not dropout
+    if fits and architecture.attention_implementation == "auto":
         architecture = dataclasses.replace(architecture, attention_implementation="cudnn")
     model = functions(architecture)
     learning_rate = schedule(config)
     return Program(
         config, mesh, model, make_layout(config, mesh, model.abstract, model.decay, learning_rate), learning_rate
     )
-
-
-def _takes_flash_attention(config: Config, mesh: Mesh) -> bool:
-    """Whether cuDNN's attention can run on these devices, which need not be this process's: it has no dropout."""
-    gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return gpu and config.param_dtype.itemsize == 2 and not config.model.attention_dropout

@@ -91,7 +91,7 @@ def test_wide_product_has_narrow_gradients():
     ("backend", "dtype", "width", "expected"),
     [
         ("gpu", jnp.bfloat16, 64, "cudnn"),
-        ("gpu", jnp.float16, 128, "cudnn"),
+        ("cuda", jnp.float16, 128, "cudnn"),
         ("gpu", jnp.bfloat16, 12, None),  # cuDNN wants a multiple of 8
         ("gpu", jnp.bfloat16, 256, None),
         ("gpu", jnp.float32, 64, None),
@@ -99,6 +99,7 @@ def test_wide_product_has_narrow_gradients():
     ],
 )
 def test_auto_takes_cudnn_where_it_can(monkeypatch, backend, dtype, width, expected):
+    assert library("auto", jnp.dtype(dtype), width, backend) == expected
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert library("auto", jnp.dtype(dtype), width) == expected
 
