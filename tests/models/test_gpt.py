@@ -1,7 +1,6 @@
 """GPT against NumPy in every combination of its options, and what must hold of any GPT."""
 
 import itertools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -293,11 +292,11 @@ def test_selective_keeps_projections_and_no_attention_weights():
     assert (B, length, 20) in chosen  # what goes into the activation
 
 
-def test_gpt3_175b_is_described_in_an_instant():
+def test_gpt3_175b_is_described_without_its_arrays():
     config = GPTConfig(
         vocab_size=51200, num_layers=96, hidden_size=12288, num_attention_heads=96, max_position_embeddings=2048
     )
-    start = time.monotonic()
+    before = sum(x.nbytes for x in jax.live_arrays())
     f = functions(config)
     params = jax.eval_shape(f.init, jax.random.key(0))
     count = sum(x.size for x in jax.tree.leaves(params))
@@ -306,7 +305,7 @@ def test_gpt3_175b_is_described_in_an_instant():
     assert params == f.abstract
     batch = {name: jax.ShapeDtypeStruct((1, 2048), jnp.int32) for name in ("tokens", "labels")}
     assert jax.eval_shape(lambda p, b: losses(f, p, b), params, batch).shape == (1, 2048)
-    assert time.monotonic() - start < 10
+    assert sum(x.nbytes for x in jax.live_arrays()) - before < 2**20
 
 
 def test_sequence_longer_than_the_position_table_is_refused():
