@@ -136,13 +136,6 @@ class Config:
         name = self.model.optim.param_sync_dtype
         return None if name is None else _DTYPES[name]
 
-    @property
-    def master(self) -> str:
-        """Master copy in the optimizer with "auto" resolved: "fp32" or "none"."""
-        if self.model.optim.master != "auto":
-            return self.model.optim.master
-        return "fp32" if self.trainer.precision == "bf16" else "none"
-
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by × tensor_model_parallel_size."""
         unit = self.model.make_vocab_size_divisible_by * self.model.tensor_model_parallel_size

@@ -127,6 +127,11 @@ def _precision(config: Config) -> None:
         )
     if m.optim.master == "fp32" and not bf16:
         raise JzeroError("model.optim.master: fp32 parameters (trainer.precision 32) are their own master; set auto")
+    if m.optim.master == "none" and m.optim.param_sync_dtype == "bf16" and not bf16:
+        raise JzeroError(
+            "model.optim.param_sync_dtype: bf16 would round the only copy of the fp32 parameters (trainer.precision "
+            "32) in every step, as model.optim.master is none; set master=auto, or param_sync_dtype=null"
+        )
 
 
 def _optimizer(config: Config) -> None:

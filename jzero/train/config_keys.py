@@ -63,7 +63,7 @@ class Checkpoint:
     """Which checkpoints a run keeps."""
 
     monitor: str = option("val_loss", "The measure that makes a checkpoint one of the best.", choices=("val_loss",))
-    save_top_k: int = option(10, "The best checkpoints to keep.", at_least=0)
+    save_top_k: int = option(10, "The best checkpoints to keep, of those whose step was evaluated.", at_least=0)
     save_last_k: int = option(1, "The latest checkpoints to keep.", at_least=1)
     every_n_steps: int = option(1000, "Steps between two checkpoints.", at_least=1)
     async_save: bool = option(True, "Write while training goes on.")
@@ -111,10 +111,8 @@ class Data:
     shuffle_documents: bool = option(True, "Shuffle the order of documents in every epoch.")
     reset_position_ids: bool = option(False, "Count positions from 0 again after each end of document.")
     reset_attention_mask: bool = option(False, "Let no token attend across an end of document.")
-    eod_mask_loss: bool = option(False, "Leave the end-of-document token out of the loss.")
-    cache_dir: str | None = option(
-        None, "Folder for built corpora and sample indices; null is the user's cache folder."
-    )
+    eod_mask_loss: bool = option(False, "No loss where the input is the end-of-document token.")
+    cache_dir: str | None = option(None, "Folder for the built-in corpus; null is the user's cache folder.")
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,9 @@ class Model:
         choices=("local", "sharded"),
     )
     attention_implementation: str = option(
-        "auto", "Attention kernel: auto is cuDNN's where it can be used, else XLA's.", choices=("auto", "xla", "cudnn")
+        "auto",
+        "Attention kernel: auto is cuDNN's where it can be used, else plain operations; xla and cudnn are JAX's.",
+        choices=("auto", "xla", "cudnn"),
     )
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)

@@ -125,5 +125,5 @@ HINTS = {
     "model.tokenizer.library=megatron": _TOKENIZER,
     "model.tokenizer.library=huggingface": _TOKENIZER,
     "model.tokenizer.library=sentencepiece": _TOKENIZER,
-    "model.data.index_mapping_dir": "use model.data.cache_dir",
+    "model.data.index_mapping_dir": "no such files: the order of samples is computed; remove the line",
 }

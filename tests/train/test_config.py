@@ -278,7 +278,7 @@ def test_derived_values():
     assert list(config.mesh_shape) == ["pipeline", "replica", "data", "tensor"]
     assert (config.num_devices, config.data_parallel_size, config.batch_parallel_size) == (16, 8, 16)
     assert config.num_micro_batches == 2
-    assert (config.policy, config.zero, config.master) == ("replicated", True, "fp32")
+    assert (config.policy, config.zero) == ("replicated", True)
     assert config.param_dtype == jnp.bfloat16
     assert config.grad_sync_dtype is None
 
@@ -300,23 +300,18 @@ def test_mesh_shape_divides_by_every_other_axis():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "policy", "dtype", "master"),
+    ("overrides", "policy", "dtype"),
     [
-        ([], "replicated", jnp.bfloat16, "fp32"),
-        (["model.optim.overlap_param_sync=true"], "gather_on_forward", jnp.bfloat16, "fp32"),
-        (["model.optim.policy=gather_twice", "trainer.precision=32"], "gather_twice", jnp.float32, "none"),
-        (
-            ["model.optim.policy=gather_twice", "model.optim.overlap_param_sync=true", "model.optim.master=none"],
-            "gather_twice",
-            jnp.bfloat16,
-            "none",
-        ),
-        (["model.optim.policy=gather_on_forward"], "gather_on_forward", jnp.bfloat16, "fp32"),
+        ([], "replicated", jnp.bfloat16),
+        (["model.optim.overlap_param_sync=true"], "gather_on_forward", jnp.bfloat16),
+        (["model.optim.policy=gather_twice", "trainer.precision=32"], "gather_twice", jnp.float32),
+        (["model.optim.policy=gather_twice", "model.optim.overlap_param_sync=true"], "gather_twice", jnp.bfloat16),
+        (["model.optim.policy=gather_on_forward"], "gather_on_forward", jnp.bfloat16),
     ],
 )
-def test_policy_dtype_master(overrides, policy, dtype, master):
+def test_policy_and_dtype(overrides, policy, dtype):
     config = validate(load_config(None, overrides), 1)
-    assert (config.policy, config.param_dtype, config.master) == (policy, dtype, master)
+    assert (config.policy, config.param_dtype) == (policy, dtype)
 
 
 def test_sync_dtypes():

@@ -109,6 +109,11 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
             1,
             "model.optim.master: fp32 parameters (trainer.precision 32) are their own master",
         ),
+        (
+            ["model.optim.master=none", "model.optim.param_sync_dtype=bf16", "trainer.precision=32"],
+            1,
+            "model.optim.param_sync_dtype: bf16 would round the only copy of the fp32 parameters",
+        ),
         (["model.optim.overlap_grad_sync=false"], 1, "model.optim.overlap_grad_sync: gradients are always reduced"),
         (
             ["model.optim.overlap_param_sync=true", "model.optim.policy=replicated"],
