@@ -1,5 +1,6 @@
-"""Eight virtual CPU devices, a compilation cache that survives runs."""
+"""Eight virtual CPU devices, a compilation cache that survives runs, and a text to train on."""
 
+import json
 import os
 import pathlib
 import tempfile
@@ -8,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the GPU compiler need not find a driver
 
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -25,3 +27,19 @@ def _no_cache_for_described_gpus(request):
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_devices():
+    """Uses JAX's devices once, so that no configuration of a test changes how many there are."""
+    return jax.devices()
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A .jsonl file of 40 short documents."""
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 500, 60)))}) for _ in range(40)]
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("\n".join(lines))
+    return path

@@ -28,21 +28,12 @@ generate: {tokens: 8}
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def all_devices():
-    """Uses JAX's devices once, so that no configuration of a test changes how many there are."""
-    return jax.devices()
-
-
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+def inputs(tmp_path_factory, text_file):
     """A folder with config.yaml and text.bin/.idx, which every run reads."""
     folder = tmp_path_factory.mktemp("inputs")
-    rng = np.random.default_rng(0)
-    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 500, 40)))}) for _ in range(30)]
-    (folder / "text.jsonl").write_text("\n".join(lines))
     (folder / "config.yaml").write_text(f"{CONFIG}\nexp_manager: {{exp_dir: {folder}/runs}}\n")
-    built = ["--input", str(folder / "text.jsonl"), "--tokenizer", "bytes", "--output", str(folder / "text")]
+    built = ["--input", str(text_file), "--tokenizer", "bytes", "--output", str(folder / "text")]
     assert main(["data", "build", *built]) == 0
     return folder
 
@@ -77,9 +68,9 @@ def test_the_version_starts_without_the_libraries_of_training():
     assert done.stdout.splitlines() == ["jzero 0.1.0", "False"]
 
 
-def test_data_build_writes_what_the_trainer_reads(inputs):
+def test_data_build_writes_what_the_trainer_reads(inputs, text_file):
     file = IndexedDataset(inputs / "text")
-    texts = [json.loads(line)["text"] for line in (inputs / "text.jsonl").read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     assert bytes(file.get(0).astype(np.uint8)[:-1]).decode() == texts[0]
     assert len(file.documents) - 1 == len(texts)
 

@@ -5,7 +5,7 @@ logits. Trained with optax.adam; the batch is split over the mesh, the parameter
 where they divide, so checkpoints really are sharded.
 """
 
-import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.data.text import build
 from jzero.mesh import batch_spec
 from jzero.optim.partition import make_plan
+from jzero.train.metrics import read_metrics
 
 
 class State(NamedTuple):
@@ -86,12 +87,6 @@ class SmallProgram:
         return self._losses(params, batch).sum(), batch["loss_mask"].sum()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def all_devices():
-    """Uses JAX's devices once, so that no configuration of a test changes how many there are."""
-    return jax.devices()
-
-
 @pytest.fixture(scope="session")
 def small_program():
     """The class above, called like `build_program`."""
@@ -99,11 +94,19 @@ def small_program():
 
 
 @pytest.fixture(scope="session")
-def text_prefix(tmp_path_factory):
-    """Indexed byte tokens of 40 short documents."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = np.random.default_rng(0)
-    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 500, 60)))}) for _ in range(40)]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-    build([folder / "text.jsonl"], "bytes", folder / "text", progress=False)
-    return str(folder / "text")
+def text_prefix(text_file):
+    """The indexed byte tokens of `text_file`."""
+    prefix = text_file.with_suffix("")
+    build([text_file], "bytes", prefix, progress=False)
+    return str(prefix)
+
+
+@pytest.fixture(scope="session")
+def without_times():
+    """A function: the metrics of a run folder without what no two runs have in common."""
+
+    def read(run: Path) -> list[dict[str, Any]]:
+        lines = read_metrics(run / "metrics.jsonl")
+        return [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
+
+    return read

@@ -20,8 +20,6 @@ from jzero.train.metrics import read_metrics
 from jzero.train.progress import Reporter
 from jzero.train.signals import StopSignals
 
-TIMES = ("step_time_s", "tokens_per_s")
-
 
 @pytest.fixture
 def start(tmp_path, text_prefix, small_program):
@@ -64,10 +62,6 @@ def start(tmp_path, text_prefix, small_program):
     return run
 
 
-def without_times(path: Path) -> list[dict]:
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in read_metrics(path / "metrics.jsonl")]
-
-
 class KilledError(BaseException):
     """As if the process were killed: nothing of the loop catches it but to close files."""
 
@@ -85,7 +79,7 @@ def test_a_run_writes_what_it_says(start, tmp_path, capsys):
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 11))
     assert [r["step"] for r in lines if "val_loss" in r] == [4, 8, 10]
-    assert set(lines[0]) == {"step", "loss", "grad_norm", "lr", *TIMES}
+    assert set(lines[0]) == {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"}
     assert lines[0]["loss"] > result.loss
     assert lines[1]["tokens_per_s"] == pytest.approx(8 * 16 / lines[1]["step_time_s"])
     assert (result.step, result.stopped, result.val_loss) == (10, False, lines[-1]["val_loss"])
@@ -103,13 +97,13 @@ def test_a_run_writes_what_it_says(start, tmp_path, capsys):
     assert result.sample.startswith("def ")
 
 
-def test_two_runs_give_the_same_numbers(start, tmp_path):
+def test_two_runs_give_the_same_numbers(start, tmp_path, without_times):
     start("exp_manager.name=a")
     start("exp_manager.name=b", "exp_manager.checkpoint.every_n_steps=100")
     assert without_times(tmp_path / "a") == without_times(tmp_path / "b")
 
 
-def test_a_step_in_flight_as_on_accelerators_changes_no_line(start, tmp_path):
+def test_a_step_in_flight_as_on_accelerators_changes_no_line(start, tmp_path, without_times):
     """Not waiting for each step is for accelerators; one CPU device can do it too."""
     most = 0
 
@@ -125,7 +119,7 @@ def test_a_step_in_flight_as_on_accelerators_changes_no_line(start, tmp_path):
 
 
 @pytest.mark.parametrize("at", [2, 3, 8])
-def test_a_killed_run_continues_bit_for_bit(start, tmp_path, at):
+def test_a_killed_run_continues_bit_for_bit(start, tmp_path, at, without_times):
     """Killed before the first checkpoint; right after one; and between an evaluation and the next one."""
     whole = start("exp_manager.name=whole")
     with pytest.raises(KilledError):
@@ -140,7 +134,9 @@ def test_a_killed_run_continues_bit_for_bit(start, tmp_path, at):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_after_the_step_and_the_run_continues_bit_for_bit(start, tmp_path, number, capsys):
+def test_a_signal_saves_after_the_step_and_the_run_continues_bit_for_bit(
+    start, tmp_path, number, capsys, without_times
+):
     start("exp_manager.name=whole")
     stopped = start(during=lambda run, step: step == 4 and os.kill(os.getpid(), number))
     assert (stopped.step, stopped.stopped, stopped.sample) == (5, True, None)
@@ -151,7 +147,7 @@ def test_a_signal_saves_after_the_step_and_the_run_continues_bit_for_bit(start, 
     assert signal.getsignal(number) is not None
 
 
-def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_path):
+def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_path, without_times):
     start("exp_manager.name=whole")
 
     def during(run: Run, step: int) -> None:

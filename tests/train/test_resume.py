@@ -71,12 +71,7 @@ def kill_at_random(process: subprocess.Popen, metrics: Path, rng: random.Random,
     assert process.returncode == -signal.SIGKILL
 
 
-def without_times(path: Path) -> list[dict]:
-    times = ("step_time_s", "tokens_per_s")
-    return [{k: v for k, v in line.items() if k not in times} for line in read_metrics(path / "metrics.jsonl")]
-
-
-def test_a_run_killed_at_a_random_moment(command, tmp_path):
+def test_a_run_killed_at_a_random_moment(command, tmp_path, without_times):
     seed = random.randrange(1000)
     rng = random.Random(seed)
     finish(command("whole", *PLAIN))
@@ -89,7 +84,7 @@ def test_a_run_killed_at_a_random_moment(command, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [PLAIN, SHARDED], ids=["one device", "four devices"])
-def test_a_run_killed_many_times(command, tmp_path, overrides):
+def test_a_run_killed_many_times(command, tmp_path, overrides, without_times):
     """At least ten times, wherever each start has come to; the last start runs to the end."""
     seed = random.randrange(1000)
     rng = random.Random(seed)
@@ -105,7 +100,7 @@ def test_a_run_killed_many_times(command, tmp_path, overrides):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_with_code_0(command, tmp_path):
+def test_sigterm_saves_and_ends_with_code_0(command, tmp_path, without_times):
     finish(command("whole", *SHARDED))
     process = command("stopped", *SHARDED)
     wait_for_lines(process, tmp_path / "stopped" / "metrics.jsonl", 7)
