@@ -99,7 +99,7 @@ class Metrics:
 
     def __init__(self, folder: Path, *, after_step: int, tensorboard: bool = True, tensorboard_every: int = 1):
         self.path = folder / "metrics.jsonl"
-        self.records = cut_metrics(self.path, after_step)
+        cut_metrics(self.path, after_step)
         self._file = self.path.open("ab", buffering=0)
         self._size = self.path.stat().st_size
         self._every = tensorboard_every

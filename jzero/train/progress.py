@@ -19,7 +19,6 @@ class Reporter:
     Args:
         total: the last step of the run.
         every: steps between two plain lines, where there is no bar.
-        quiet: print nothing (processes other than 0).
         console: where to; default: standard output.
 
     Example:
@@ -28,8 +27,8 @@ class Reporter:
         step 10/20 · loss 2.5000 · lr 1.0e-03 · 2,000 tokens/s · 0:00:05 left
     """
 
-    def __init__(self, *, total: int, every: int = 10, quiet: bool = False, console: Console | None = None):
-        self.console = console or Console(quiet=quiet, highlight=False)
+    def __init__(self, *, total: int, every: int = 10, console: Console | None = None):
+        self.console = console or Console(highlight=False)
         self._total = total
         self._every = every
         self._times: deque[float] = deque(maxlen=20)

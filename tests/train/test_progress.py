@@ -41,7 +41,8 @@ def test_a_bar_on_a_terminal():
 
 
 def test_a_quiet_process(capsys):
-    report = Reporter(total=1, quiet=True)
+    report = Reporter(total=1)
+    report.console.quiet = True  # as on processes other than 0
     report.note("text")
     report.step({"step": 1, "loss": 1.0, "lr": 1.0, "step_time_s": 1.0, "tokens_per_s": 1.0})
     assert capsys.readouterr().out == ""
