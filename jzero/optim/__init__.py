@@ -2,13 +2,20 @@
 
 from jzero.optim.adam import distributed_fused_adam
 from jzero.optim.chain import clip_by_global_norm, scatter_gradients
-from jzero.optim.zero import ZeroState, ZeroTransformation, zero
+from jzero.optim.convert import convert, from_optax, to_optax
+from jzero.optim.loss_scale import DynamicLossScale
+from jzero.optim.transformation import ZeroState, ZeroTransformation
+from jzero.optim.zero import zero
 
 __all__ = [
+    "DynamicLossScale",
     "ZeroState",
     "ZeroTransformation",
     "clip_by_global_norm",
+    "convert",
     "distributed_fused_adam",
+    "from_optax",
     "scatter_gradients",
+    "to_optax",
     "zero",
 ]

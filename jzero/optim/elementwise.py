@@ -46,10 +46,10 @@ def on_shards(inner: optax.GradientTransformation, plan: Plan) -> optax.Gradient
         >>> from jzero import make_mesh
         >>> from jzero.optim.partition import make_plan
         >>> plan = make_plan({"w": jax.ShapeDtypeStruct((8, 4), "float32")}, make_mesh(data=-1), axis="data")
-        >>> on_shards(optax.adafactor(1e-3), plan).init({"w": jnp.ones((8, 4))})
+        >>> on_shards(optax.lamb(1e-3), plan).init({"w": jnp.ones((8, 4))})
         Traceback (most recent call last):
             ...
-        ValueError: ['w']: zero needs an elementwise transformation, but `reduce_sum` of scale_by_factored_rms ...
+        ValueError: ['w']: zero needs an elementwise transformation, but `reduce_sum` of scale_by_trust_ratio ...
     """
     lifted = _Lifted(optax.with_extra_args_support(inner), plan)
     return optax.GradientTransformationExtraArgs(cast(Any, lifted.init), cast(Any, lifted.update))

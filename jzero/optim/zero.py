@@ -29,95 +29,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions
 from jzero.optim.gradients import KINDS
+from jzero.optim.loss_scale import DynamicLossScale, Guard, make_guard
 from jzero.optim.partition import Leaf, Plan, make_plan
-from jzero.optim.report import PartitionReport, partition_report
 from jzero.optim.storage import Slot, StateDtype, Storage, state_specs
+from jzero.optim.transformation import ZeroState, ZeroTransformation
 
 Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ZeroState:
-    """State of `zero`: shards, and the plan they were cut by."""
-
-    master: Any  # like the parameters: shards (Leaf.shard_shape) float32, int16 remainders or Scaled; MaskedNode: none
-    inner: Any  # state of the inner transformation on the shards, stored as told; scalars (a step count) are replicated
-    plan: Plan = dataclasses.field(metadata={"static": True})
-    rounding: Any = dataclasses.field(
-        default_factory=optax.MaskedNode
-    )  # uint32 [2], seed and count of stochastic rounding; MaskedNode without
-
-
-class ZeroTransformation(optax.GradientTransformationExtraArgs):
-    """What `zero` returns: an optax transformation `(init, update)` with a few methods more."""
-
-    core: Zero
-
-    def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
-        """One whole step: `(grads, state, params) -> (new params, new state)`.
-
-        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between.
-        """
-        return self.core.run(grads, state, params, extra, direct=True)
-
-    def state_specs(self, params: Any) -> ZeroState:
-        """The `PartitionSpec` of every array of the state, as `shard_map`'s in_specs and out_specs take them.
-
-        Args:
-            params: arrays or `jax.ShapeDtypeStruct`s.
-        """
-        return self.core.specs(self.core.plan(params))
-
-    def partition_report(self, params: Any) -> PartitionReport:
-        """How every leaf is split and its cost: rows of path, shape, dtype, split, shard and bytes per device.
-
-        Example:
-            >>> import jax, jzero
-            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
-            >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
-            'dimension 0 of 2'
-        """
-        return partition_report(self.core.abstract_init(params))
-
-    def check_masters(self, params: Any, state: ZeroState) -> None:
-        """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
-
-        Something changed updates or parameters after `zero`, a later member of the chain or an edit between steps, and
-        the next step would silently undo it. `update` checks by itself outside of `jit`; a compiled step cannot raise.
-
-        Raises:
-            ValueError: names the first such leaf.
-
-        Example:
-            >>> import jax.numpy as jnp, jzero
-            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
-            >>> params = {"w": jnp.ones(8, jnp.bfloat16)}
-            >>> tx.check_masters(params, tx.init(params))
-        """
-        masters.check(self.core, params, state)
-
-    def plan(self, params: Any) -> Plan:
-        """The plan of a tree of parameters: one `Leaf` per parameter (see `jzero.optim.partition`)."""
-        return self.core.plan(params)
-
-    def update_shards(
-        self, shards: Sequence[Array], state: ZeroState, params: Sequence[Array], **extra: Any
-    ) -> tuple[list[Array], ZeroState, Array]:
-        """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
-
-        Args:
-            shards: float32 mean-gradient shards, in the plan's order.
-            state: this rank's part of the state.
-            params: this rank's shards of the parameters, in the plan's order.
-            **extra: passed to the inner transformation.
-
-        Returns:
-            New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
-        """
-        norm = collectives.global_norm(shards, state.plan.leaves)
-        new, _, state = self.core.update(list(shards), state, list(params), norm, extra, direct=True)
-        return new, state, norm
 
 
 def zero(
@@ -133,6 +50,8 @@ def zero(
     grad_sync_dtype: Any = jnp.float32,
     param_sync_dtype: Any = None,
     clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    loss_scale: DynamicLossScale | None = None,
     param_specs: Any = None,
     stacked: Callable[[str], int] | None = None,
 ) -> ZeroTransformation:
@@ -162,6 +81,10 @@ def zero(
         param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own. A floating dtype rounds, an
             integer one carries the bits.
         clip_norm: clip by the global norm of the scattered gradients, factor min(1, clip_norm / (norm + 1e-6)).
+        skip_nonfinite: skip a step whose global gradient norm is not finite: parameters, moments, step count and
+            schedule stay as they are, and `state.guard.skipped` counts it.
+        loss_scale: a `jzero.DynamicLossScale`. Gradients are those of `tx.scale_loss(loss, state)`, and are divided by
+            the scale before the norm is taken; includes `skip_nonfinite`.
         param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed
             only where `init` cannot see shardings (inside `jit` with Auto axes).
         stacked: function from a leaf's path to its number of leading layer dimensions, which are never split.
@@ -190,6 +113,7 @@ def zero(
         gradients=_choice("gradients", gradients, KINDS),
         grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
         clip_norm=clip_norm,
+        guard=make_guard(skip_nonfinite, loss_scale),
         param_specs=param_specs,
         stacked=stacked,
     )
@@ -212,6 +136,7 @@ class Zero:
     gradients: str
     grad_sync_dtype: Any
     clip_norm: float | None
+    guard: Guard | None
     param_specs: Any
     stacked: Callable[[str], int] | None
 
@@ -243,9 +168,9 @@ class Zero:
         def build(params: list[Array]) -> ZeroState:
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
             shards = [p.astype(jnp.float32) for p in own]
-            master = [self.storage.stored(n, p, leaf) for n, p, leaf in zip(shards, own, plan.leaves, strict=True)]
-            inner = self.storage.encode(self.transformation(plan).init(plan.unflatten(shards)), self.slots(plan))
-            return ZeroState(plan.unflatten(master), inner, plan, self.storage.first_key())
+            inner = self.transformation(plan).init(plan.unflatten(shards))
+            state = self.encode(shards, own, inner, plan, self.storage.first_key())
+            return dataclasses.replace(state, guard=self.first_guard())
 
         in_specs = [leaf.param_spec for leaf in plan.leaves]
         return regions.enter(build, self.mesh, (in_specs,), self.specs(plan))
@@ -259,14 +184,25 @@ class Zero:
     def specs(self, plan: Plan) -> ZeroState:
         """A `PartitionSpec` for every array of the state."""
         state = self.abstract(plan)
-        key = jax.tree.map(lambda _: PartitionSpec(), state.rounding)
-        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, key)
+        scalars = jax.tree.map(lambda _: PartitionSpec(), (state.rounding, state.guard))
+        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars)
 
     def abstract(self, plan: Plan) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s of global shapes."""
         master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
         inner = self.storage.abstract_inner(self.abstract_inner(plan), self.slots(plan))
-        return ZeroState(plan.unflatten(master), inner, plan, jax.eval_shape(self.storage.first_key))
+        scalars = jax.eval_shape(lambda: (self.storage.first_key(), self.first_guard()))
+        return ZeroState(plan.unflatten(master), inner, plan, *scalars)
+
+    def first_guard(self) -> Any:
+        """The state of what skips steps, before the first one."""
+        return self.guard.init() if self.guard else optax.MaskedNode()
+
+    def encode(self, values: list[Array], arrived: list[Array], inner: Any, plan: Plan, key: Any) -> ZeroState:
+        """The state that keeps float32 values and the inner state; `arrived` is what the parameters become."""
+        each = zip(values, arrived, plan.leaves, strict=True)
+        master = [self.storage.stored(n, p, leaf) for n, p, leaf in each]
+        return ZeroState(plan.unflatten(master), self.storage.encode(inner, self.slots(plan)), plan, key)
 
     def abstract_inner(self, plan: Plan) -> Any:
         """The inner transformation's own state as `jax.ShapeDtypeStruct`s of global shapes."""
@@ -319,10 +255,10 @@ class Zero:
         bound: tuple[str, ...],
     ) -> Callable[..., tuple[list[Array], ZeroState]]:
         def phases(values: list[Array], state: ZeroState, params: list[Array], extra: dict[str, Any]):
-            shards = self.scatter(values, plan, kinds, bound)
-            norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm else None
+            shards = self.unscaled(self.scatter(values, plan, kinds, bound), state)
+            norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm or self.guard else None
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            new, updates, state = self.update(shards, state, own, norm, extra, direct=direct)
+            new, updates, state = self.guarded(shards, state, own, norm, extra, direct)
             return self.gather(new, updates, params, plan, direct), state
 
         param_specs = [leaf.param_spec for leaf in plan.leaves]
@@ -339,6 +275,22 @@ class Zero:
             gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
             for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
         ]
+
+    def unscaled(self, shards: Sequence[Array], state: ZeroState) -> list[Array]:
+        """The shards of the loss's own gradient, where the loss was scaled."""
+        return self.guard.unscale(shards, state.guard) if self.guard else list(shards)
+
+    def guarded(
+        self, shards: list[Array], state: ZeroState, params: list[Array], norm: Any, extra: dict[str, Any], direct: bool
+    ) -> tuple[list[Array], list[Array], ZeroState]:
+        """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps."""
+        new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
+        after = dataclasses.replace(after, guard=state.guard)
+        if self.guard is None:
+            return new, flat, after
+        finite, still = jnp.isfinite(norm), [jnp.zeros_like(u) for u in flat]
+        new, flat, after = self.guard.keep(finite, (new, flat, after), (list(params), still, state))
+        return new, flat, dataclasses.replace(after, guard=self.guard.next(state.guard, finite))
 
     def update(
         self,

@@ -1,0 +1,269 @@
+"""The state of `zero` as plain optax keeps it, and back: other precisions, other meshes, other orders of parameters.
+
+    to_optax     (tx, state, params)         -> float32 parameters and the inner state, whole arrays on the host
+    from_optax   (tx, inner state, params)   -> parameters and state as `tx` keeps them, sharded
+    convert      both, one array at a time, from one `zero` to another
+
+Arrays go by their path in the tree ("0/mu/blocks/w"), so order does not matter, nor whether a node is a NamedTuple or
+the dict that a checkpoint made of it. Everything passes through float32. A device never holds more than its shards and
+one whole array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.optim import collectives, regions
+from jzero.optim.partition import Leaf, owners
+from jzero.optim.storage import state_specs
+from jzero.optim.transformation import ZeroState, ZeroTransformation
+
+Fetch = Callable[[], np.ndarray]
+
+
+def to_optax(tx: ZeroTransformation, state: ZeroState, params: Any) -> tuple[Any, Any]:
+    """What the transformation inside of `zero` would hold by itself, without shards, padding or low precision.
+
+    Args:
+        tx: the transformation that the state is of.
+        state: its state.
+        params: the parameters.
+
+    Returns:
+        Float32 parameters (the masters, where there are any), and the inner transformation's own state, such as
+        `optax.adamw`'s: trees of whole NumPy arrays on the host of every process.
+
+    Example:
+        >>> import jzero, optax
+        >>> tx = jzero.zero(optax.adamw(1e-3), mesh=jzero.make_mesh(data=-1))
+        >>> params = {"w": jnp.ones((5, 3))}
+        >>> whole, adam = to_optax(tx, tx.init(params), params)
+        >>> adam[0].mu["w"].shape
+        (5, 3)
+    """
+    values, inner = _sources(tx, state, params)
+    fetched = lambda named, like: jax.tree.unflatten(jax.tree.structure(like), [fetch() for _, fetch in named])
+    plan = state.plan
+    return fetched(values, plan.unflatten(plan.leaves)), fetched(inner, tx.core.abstract_inner(plan))
+
+
+def from_optax(
+    tx: ZeroTransformation, inner: Any, params: Any, *, like: Any = None, lossy: bool = False
+) -> tuple[Any, ZeroState]:
+    """Parameters and state as `tx` keeps them, from those of the plain transformation; outside of `jit`.
+
+    Args:
+        tx: the transformation that will go on.
+        inner: the plain transformation's state: whole arrays, in any tree whose paths have the same names.
+        params: float32 parameters, likewise.
+        like: arrays or `jax.ShapeDtypeStruct`s with the dtypes and shardings that the parameters shall have; default:
+            those of `params`.
+        lossy: whether numbers may be rounded, and arrays left out that `tx` does not keep.
+
+    Returns:
+        The parameters, like `like`, and the state. A loss scale and a count of skipped steps start anew.
+
+    Raises:
+        ValueError: an array is missing, or has another shape; or, without `lossy`, one has no place in the new state or
+            cannot be stored exactly; names it.
+
+    Example:
+        >>> import jzero, optax
+        >>> params = {"w": jnp.ones((5, 3))}
+        >>> tx = jzero.zero(optax.adamw(1e-3), mesh=jzero.make_mesh(data=-1))
+        >>> params, state = from_optax(tx, optax.adamw(1e-3).init(params), params)
+    """
+    hosted = lambda x: lambda: np.asarray(jax.device_get(x))
+    named = lambda tree: {name: hosted(x) for name, x in _named(tree)}
+    return _build(tx, named(inner), named(params), params if like is None else like, lossy)
+
+
+def convert(
+    old: ZeroTransformation, state: ZeroState, params: Any, new: ZeroTransformation, like: Any, *, lossy: bool = False
+) -> tuple[Any, ZeroState]:
+    """Parameters and state of one `zero`, as another keeps them: another precision, mesh or order of parameters.
+
+    Args:
+        old: the transformation that the state is of.
+        state: its state.
+        params: its parameters.
+        new: the transformation that will go on. Its inner transformation names its state alike.
+        like: arrays or `jax.ShapeDtypeStruct`s with the new parameters' dtypes and shardings.
+        lossy: whether numbers may be rounded, and arrays left out.
+
+    Returns:
+        New parameters and state. Loss scale, skipped steps and random numbers go on where both have them.
+
+    Raises:
+        ValueError: as `from_optax`.
+
+    Example:
+        >>> import jzero
+        >>> params = {"w": jnp.ones((5, 3), jnp.bfloat16)}
+        >>> adam = lambda **options: jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1), **options)
+        >>> old, new = adam(master="remainder"), adam(master="fp32")
+        >>> params, state = convert(old, old.init(params), params, new, params)
+    """
+    values, inner = _sources(old, state, params)
+    made, after = _build(new, dict(inner), dict(values), like, lossy)
+    kept = {}
+    for field in ("guard", "rounding"):
+        before, now = getattr(state, field), getattr(after, field)
+        if jax.tree.structure(before) == jax.tree.structure(now):
+            kept[field] = jax.tree.map(lambda x, y: jax.device_put(np.asarray(x), y.sharding), before, now)
+    return made, ZeroState(
+        after.master, after.inner, after.plan, **{"rounding": after.rounding, "guard": after.guard} | kept
+    )
+
+
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Arrays by name: "0/mu/w"."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"), x
+
+
+# --- out of zero -----------------------------------------------------------------------------------------------------
+
+
+def _sources(
+    tx: ZeroTransformation, state: ZeroState, params: Any
+) -> tuple[list[tuple[str, Fetch]], list[tuple[str, Fetch]]]:
+    """Masters and arrays of the inner state by name, each fetched when asked for."""
+    core, plan = tx.core, state.plan.like(params)
+    abstract = core.abstract_inner(plan)
+    slots = core.slots(plan)
+
+    def decode(state: ZeroState, params: list[Array]) -> tuple[list[Array], list[Array]]:
+        masters = plan.flatten(state.master, "master")
+        own = [p if leaf.resident else collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+        whole = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, own, plan.leaves, strict=True)]
+        return whole, jax.tree.leaves(core.storage.decode(state.inner, slots))
+
+    specs, own = core.specs(plan), [leaf.param_spec for leaf in plan.leaves]
+    inner_specs = jax.tree.leaves(state_specs(abstract, plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    out_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs)
+    program = regions.enter(decode, core.mesh, (specs, own), out_specs)
+    arrived = ZeroState(state.master, state.inner, plan, state.rounding, state.guard)
+    values, inner = program(arrived, plan.flatten(params, "params"))
+    names = [name for name, _ in _named(plan.unflatten(plan.leaves))]
+    pick = lambda x, leaf: functools.partial(_fetch, x, leaf, core.mesh)
+    pairs = zip(_named(abstract), inner, owners(abstract, plan), strict=True)
+    return (
+        [(name, pick(x, leaf)) for name, x, leaf in zip(names, values, plan.leaves, strict=True)],
+        [(name, pick(x, leaf)) for (name, _), x, leaf in pairs],
+    )
+
+
+def _fetch(x: Array, leaf: Leaf | None, mesh: Mesh) -> np.ndarray:
+    """An array of shards (or one that belongs to no parameter), whole, on the host."""
+    plan = None if leaf is None else dataclasses.replace(leaf, path="", dtype="float32")  # alike ones share a program
+    return np.asarray(_gathering(plan, mesh)(x))
+
+
+@functools.lru_cache(maxsize=256)
+def _gathering(leaf: Leaf | None, mesh: Mesh) -> Callable[[Array], Array]:
+    gather = lambda x: x
+    if leaf is not None and not leaf.resident:
+        one = lambda x: collectives.gather(x, leaf, to="invarying")
+        gather = regions.enter(one, mesh, (leaf.shard_spec,), leaf.param_spec)
+    return jax.jit(gather, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+# --- into zero -------------------------------------------------------------------------------------------------------
+
+
+def _build(
+    tx: ZeroTransformation, inner: Mapping[str, Fetch], params: Mapping[str, Fetch], like: Any, lossy: bool
+) -> tuple[Any, ZeroState]:
+    core, plan = tx.core, tx.plan(like)
+    abstract = core.abstract_inner(plan)
+    names = [name for name, _ in _named(plan.unflatten(plan.leaves))]
+    inner_names = [name for name, _ in _named(abstract)]
+    if not lossy:
+        _check_all_used("parameter", params, names)
+        _check_all_used("state", inner, inner_names)
+    values = [_place(name, params, leaf, np.float32, core.mesh) for name, leaf in zip(names, plan.leaves, strict=True)]
+    pairs = zip(inner_names, jax.tree.leaves(abstract), owners(abstract, plan), strict=True)
+    arrays = [_place(name, inner, leaf or x, x.dtype, core.mesh) for name, x, leaf in pairs]
+    made, state, errors = _encoding(core, plan)(values, arrays)
+    if not lossy:
+        stored = [f"parameter {name}" for name in names] + [f"state {name}" for name in inner_names]
+        for name, error in zip(stored, np.asarray(errors), strict=True):
+            if error:
+                raise ValueError(
+                    f"{name}: the new state cannot hold it exactly, but rounds it by up to {error:.3g}; choose a wider "
+                    "master or state_dtype, or pass lossy=True"
+                )
+    return plan.unflatten(made), state
+
+
+def _check_all_used(what: str, given: Mapping[str, Fetch], names: list[str]) -> None:
+    if left := sorted({*given} - {*names}):
+        raise ValueError(
+            f"{what} {left[0]}: it has no place in the new state, which has {(names or ['none'])[0]!r}; pass "
+            "lossy=True to leave it out"
+        )
+
+
+def _place(name: str, given: Mapping[str, Fetch], like: Any, dtype: Any, mesh: Mesh) -> Array:
+    """A whole array as the shards of its parameter, or on every device where `like` is no plan of one."""
+    if name not in given:
+        raise ValueError(f"{name}: expected such an array in what is converted, found {sorted(given)[:8]}")
+    x = given[name]()
+    if x.shape != like.shape:
+        raise ValueError(f"{name}: expected shape {like.shape}, found {x.shape}")
+    x = x.astype(dtype)
+    put = lambda spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    if not isinstance(like, Leaf):
+        return put(PartitionSpec())
+    if like.split is not None:
+        return put(like.shard_spec)
+    return _cutting(dataclasses.replace(like, path=""), mesh)(put(like.param_spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _cutting(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
+    return regions.enter(lambda x: collectives.take(x, leaf), mesh, (leaf.param_spec,), leaf.shard_spec)
+
+
+def _encoding(core: Any, plan: Any) -> Callable[..., tuple[list[Array], ZeroState, Array]]:
+    """(masters, arrays of the inner state) -> parameters, state, and by how much each array was rounded."""
+    abstract = core.abstract_inner(plan)
+    treedef = jax.tree.structure(abstract)
+
+    def build(values: list[Array], arrays: list[Array]) -> tuple[list[Array], ZeroState, Array]:
+        new = [core.storage.sent(n, leaf) for n, leaf in zip(values, plan.leaves, strict=True)]
+        state = core.encode(values, new, jax.tree.unflatten(treedef, arrays), plan, core.storage.first_key())
+        state = ZeroState(state.master, state.inner, plan, state.rounding, core.first_guard())
+        masters = plan.flatten(state.master, "master")
+        read = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, new, plan.leaves, strict=True)]
+        read += jax.tree.leaves(core.storage.decode(state.inner, core.slots(plan)))
+        errors = [_error(a, b, core.mesh) for a, b in zip([*values, *arrays], read, strict=True)]
+        errors = jnp.stack([*errors, collectives.vary(jnp.float32(0), core.mesh.axis_names)])
+        made = [p if leaf.resident else collectives.gather(p, leaf, to="invarying") for p, leaf in zip(
+            new, plan.leaves, strict=True)]  # fmt: skip
+        return made, state, jax.lax.pmax(errors, core.mesh.axis_names)[:-1]
+
+    inner_specs = jax.tree.leaves(state_specs(abstract, plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    in_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs)
+    out_specs = ([leaf.param_spec for leaf in plan.leaves], core.specs(plan), PartitionSpec())
+    return regions.enter(build, core.mesh, in_specs, out_specs)
+
+
+def _error(given: Array, read: Array, mesh: Mesh) -> Array:
+    """The largest difference on this rank; infinity where a NaN came or went."""
+    if not jnp.issubdtype(given.dtype, jnp.floating):
+        return collectives.vary(jnp.float32(0), mesh.axis_names)
+    given, read = given.astype(jnp.float32), read.astype(jnp.float32)
+    same = (given == read) | (jnp.isnan(given) & jnp.isnan(read))
+    difference = jnp.where(same, 0.0, jnp.nan_to_num(jnp.abs(given - read), nan=jnp.inf))
+    return collectives.vary(jnp.max(difference, initial=0.0), mesh.axis_names)

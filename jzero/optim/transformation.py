@@ -1,0 +1,120 @@
+"""What `zero` returns and what it keeps: the transformation with its methods, and its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+
+from jzero.optim import collectives, masters
+from jzero.optim.partition import Plan
+from jzero.optim.report import PartitionReport, partition_report
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZeroState:
+    """State of `zero`: shards, and the plan they were cut by."""
+
+    master: Any  # like the parameters: shards (Leaf.shard_shape) float32, int16 remainders or Scaled; MaskedNode: none
+    inner: Any  # state of the inner transformation on the shards, stored as told; scalars (a step count) are replicated
+    plan: Plan = dataclasses.field(metadata={"static": True})
+    # uint32 [2], seed and count of stochastic rounding; MaskedNode without
+    rounding: Any = dataclasses.field(default_factory=optax.MaskedNode)
+    # GuardState: steps skipped, and the loss scale; MaskedNode where no step is ever skipped
+    guard: Any = dataclasses.field(default_factory=optax.MaskedNode)
+
+
+class ZeroTransformation(optax.GradientTransformationExtraArgs):
+    """What `zero` returns: an optax transformation `(init, update)` with a few methods more."""
+
+    core: Any  # jzero.optim.zero.Zero, the options
+
+    def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
+        """One whole step: `(grads, state, params) -> (new params, new state)`.
+
+        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between.
+        """
+        return self.core.run(grads, state, params, extra, direct=True)
+
+    def state_specs(self, params: Any) -> ZeroState:
+        """The `PartitionSpec` of every array of the state, as `shard_map`'s in_specs and out_specs take them.
+
+        Args:
+            params: arrays or `jax.ShapeDtypeStruct`s.
+        """
+        return self.core.specs(self.core.plan(params))
+
+    def partition_report(self, params: Any) -> PartitionReport:
+        """How every leaf is split and its cost: rows of path, shape, dtype, split, shard and bytes per device.
+
+        Example:
+            >>> import jax, jzero
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
+            'dimension 0 of 2'
+        """
+        return partition_report(self.core.abstract_init(params))
+
+    def check_masters(self, params: Any, state: ZeroState) -> None:
+        """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
+
+        Something changed updates or parameters after `zero`, a later member of the chain or an edit between steps, and
+        the next step would silently undo it. `update` checks by itself outside of `jit`; a compiled step cannot raise.
+
+        Raises:
+            ValueError: names the first such leaf.
+
+        Example:
+            >>> import jax.numpy as jnp, jzero
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> params = {"w": jnp.ones(8, jnp.bfloat16)}
+            >>> tx.check_masters(params, tx.init(params))
+        """
+        masters.check(self.core, params, state)
+
+    def plan(self, params: Any) -> Plan:
+        """The plan of a tree of parameters: one `Leaf` per parameter (see `jzero.optim.partition`)."""
+        return self.core.plan(params)
+
+    def update_shards(
+        self, shards: Sequence[Array], state: ZeroState, params: Sequence[Array], **extra: Any
+    ) -> tuple[list[Array], ZeroState, Array]:
+        """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
+
+        Args:
+            shards: float32 mean-gradient shards, in the plan's order.
+            state: this rank's part of the state.
+            params: this rank's shards of the parameters, in the plan's order.
+            **extra: passed to the inner transformation.
+
+        Returns:
+            New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
+        """
+        shards = self.core.unscaled(shards, state)
+        norm = collectives.global_norm(shards, state.plan.leaves)
+        new, _, state = self.core.guarded(shards, state, list(params), norm, extra, True)
+        return new, state, norm
+
+    def scale_loss(self, loss: Array, state: ZeroState) -> Array:
+        """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.
+
+        Raises:
+            ValueError: `zero` was not given `loss_scale`.
+
+        Example:
+            >>> import jax.numpy as jnp, jzero, optax
+            >>> scale = jzero.DynamicLossScale(initial=1024.0)
+            >>> tx = jzero.zero(optax.sgd(0.1), mesh=jzero.make_mesh(data=-1), loss_scale=scale)
+            >>> state = tx.init({"w": jnp.ones(8)})
+            >>> float(tx.scale_loss(jnp.float32(2.0), state))
+            2048.0
+        """
+        guard = self.core.guard
+        if guard is None or guard.loss_scale is None:
+            raise ValueError("scale_loss: zero has no loss scale; pass loss_scale=jzero.DynamicLossScale(...)")
+        return guard.loss_scale.scale(loss, state.guard.loss_scale)
