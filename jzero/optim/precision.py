@@ -28,17 +28,23 @@ class Codec(NamedTuple):
 
     Attributes:
         name: as written in options and reports.
-        encode: float32 array -> what is stored: an array, or `Scaled`.
+        measure: float32 array -> its scale, [*stacked dimensions, 1, ..., 1]; None where the codec has none.
+        store: float32 array and its scale -> what is stored: an array, or `Scaled`.
         decode: what is stored -> float32 array.
         dtype: of the stored values.
         scaled: whether `Scaled` is what is stored.
     """
 
     name: str
-    encode: Callable[[Array], Any]
+    measure: Callable[[Array], Array | None]
+    store: Callable[[Array, Array | None], Any]
     decode: Callable[[Any], Array]
     dtype: Any
     scaled: bool = False
+
+    def encode(self, x: Array) -> Any:
+        """`store` with the array's own scale."""
+        return self.store(x, self.measure(x))
 
 
 class Scaled(NamedTuple):
@@ -56,7 +62,7 @@ def cast(dtype: Any) -> Codec:
         Array(1., dtype=float32)
     """
     dtype = jnp.dtype(dtype)
-    return Codec(dtype.name, lambda x: x.astype(dtype), lambda x: x.astype(jnp.float32), dtype)
+    return Codec(dtype.name, lambda x: None, lambda x, scale: x.astype(dtype), lambda x: x.astype(jnp.float32), dtype)
 
 
 def scaled(dtype: Any, stacked: int = 0) -> Codec:
@@ -77,21 +83,22 @@ def scaled(dtype: Any, stacked: int = 0) -> Codec:
     dtype = jnp.dtype(dtype)
     half = float(jnp.finfo(dtype).max) / 2
 
-    def encode(x: Array) -> Scaled:
-        largest = jnp.max(jnp.abs(x), axis=tuple(range(stacked, x.ndim)), initial=0.0, keepdims=True)
-        scale = largest / half
+    def measure(x: Array) -> Array:
+        return jnp.max(jnp.abs(x), axis=tuple(range(stacked, x.ndim)), initial=0.0, keepdims=True) / half
+
+    def store(x: Array, scale: Any) -> Scaled:
         usable = scale >= float(jnp.finfo(jnp.float32).tiny)
         inverse = jnp.where(usable, 1.0 / jnp.where(usable, scale, 1.0), 0.0)
         return Scaled((x * inverse).astype(dtype), scale)
 
-    return Codec(f"scaled {dtype.name}", encode, lambda s: s.value.astype(jnp.float32) * s.scale, dtype, scaled=True)
+    decode = lambda s: s.value.astype(jnp.float32) * s.scale
+    return Codec(f"scaled {dtype.name}", measure, store, decode, dtype, scaled=True)
 
 
 STATE_DTYPES: dict[str, Callable[[int], Codec]] = {
     "fp32": lambda stacked: cast("float32"),
     "bf16": lambda stacked: cast("bfloat16"),
     "fp16": lambda stacked: cast("float16"),
-    "scaled_bf16": functools.partial(scaled, "bfloat16"),
     "scaled_fp16": functools.partial(scaled, "float16"),
     "scaled_fp8": functools.partial(scaled, "float8_e4m3fn"),
 }

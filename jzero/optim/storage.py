@@ -118,8 +118,12 @@ class Storage:
                     "itself; expected master='auto', 'fp32' or 'none'"
                 )
 
-    def _codec(self, leaf: Leaf) -> Codec:
-        return precision.cast(jnp.float32) if self.mode(leaf) == "fp32" else precision.scaled("float16", leaf.stacked)
+    def master_codec(self, leaf: Leaf) -> Codec | None:
+        """The codec of a master that is stored whole; None for a remainder or none."""
+        mode = self.mode(leaf)
+        if mode == "fp32":
+            return precision.cast(jnp.float32)
+        return precision.scaled("float16", leaf.stacked) if mode == "scaled_fp16" else None
 
     def whole(self, stored: Any, p: Array, leaf: Leaf) -> Array:
         """The float32 value that an update starts from.
@@ -129,17 +133,15 @@ class Storage:
             p: the parameter's shard.
             leaf: the plan.
         """
-        mode = self.mode(leaf)
-        if mode == "none":
-            return p.astype(jnp.float32)
-        return precision.join(p, stored) if mode == "remainder" else self._codec(leaf).decode(stored)
+        if codec := self.master_codec(leaf):
+            return codec.decode(stored)
+        return p.astype(jnp.float32) if self.mode(leaf) == "none" else precision.join(p, stored)
 
-    def stored(self, n: Array, arrived: Array, leaf: Leaf) -> Any:
+    def stored(self, n: Array, arrived: Array, leaf: Leaf, scale: Array | None = None) -> Any:
         """What the state keeps of a new float32 value, of which `arrived` reaches the parameter."""
-        mode = self.mode(leaf)
-        if mode == "none":
-            return optax.MaskedNode()
-        return precision.remainder(n, arrived) if mode == "remainder" else self._codec(leaf).encode(n)
+        if codec := self.master_codec(leaf):
+            return codec.store(n, scale)
+        return optax.MaskedNode() if self.mode(leaf) == "none" else precision.remainder(n, arrived)
 
     def sent(self, n: Array, leaf: Leaf, key: Array | None = None) -> Array:
         """A new float32 value as the parameter it becomes: of the leaf's dtype, rounded as it is sent."""
@@ -154,12 +156,9 @@ class Storage:
 
     def abstract_master(self, leaf: Leaf) -> Any:
         """The stored master as `jax.ShapeDtypeStruct`s of global shape."""
-        mode = self.mode(leaf)
-        if mode == "none":
-            return optax.MaskedNode()
-        if mode == "remainder":
-            return jax.ShapeDtypeStruct(leaf.shard_shape, jnp.int16)
-        return _abstract(leaf.shard_shape, self._codec(leaf), leaf)
+        if codec := self.master_codec(leaf):
+            return _abstract(leaf.shard_shape, codec, leaf)
+        return jax.ShapeDtypeStruct(leaf.shard_shape, jnp.int16) if self.has_master(leaf) else optax.MaskedNode()
 
     # --- the inner state ---------------------------------------------------------------------------------------------
 
@@ -213,16 +212,18 @@ class Storage:
                 "state_dtype='bf16', or bfloat16 parameters with master='none'"
             )
 
-    def encode(self, inner: Any, slots: Sequence[Slot], keys: Keys | None = None) -> Any:
+    def encode(
+        self, inner: Any, slots: Sequence[Slot], scales: Sequence[Array | None], keys: Keys | None = None
+    ) -> Any:
         """The inner transformation's state as it is stored."""
         arrays, treedef = jax.tree.flatten(inner)
         out = []
-        for i, (x, slot) in enumerate(zip(arrays, slots, strict=True)):
+        for i, (x, slot, scale) in enumerate(zip(arrays, slots, scales, strict=True)):
             if slot.codec is not None:
                 x = x.astype(jnp.float32)
                 if keys is not None and slot.leaf is not None and _rounds_at_random(slot):
                     x = precision.stochastic_round(x, keys.of(i, slot.leaf))
-                x = slot.codec.encode(x)
+                x = slot.codec.store(x, scale)
             out.append(x)
         return jax.tree.unflatten(treedef, out)
 

@@ -27,11 +27,11 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions
+from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions, scales
 from jzero.optim.gradients import KINDS
 from jzero.optim.loss_scale import DynamicLossScale, Guard, make_guard
 from jzero.optim.partition import Leaf, Plan, make_plan
-from jzero.optim.storage import Slot, StateDtype, Storage, state_specs
+from jzero.optim.storage import Keys, Slot, StateDtype, Storage, state_specs
 from jzero.optim.transformation import ZeroState, ZeroTransformation
 
 Inner = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -70,7 +70,7 @@ def zero(
             (`param_sync_dtype`) hold float32, or have the very dtype of all state (`state_dtype`); for bfloat16 ones
             "scaled_fp16" if that is the `state_dtype`, else "remainder"; "fp32" for all others.
         state_dtype: how the arrays of the inner state are stored: "fp32", "bf16", "fp16", or with a scale per layer of
-            each shard "scaled_bf16", "scaled_fp16", "scaled_fp8" (e4m3); one for all, or by field, as
+            each shard "scaled_fp16", "scaled_fp8" (e4m3); one for all, or by field, as
             `{"mu": "scaled_fp8", "nu": "scaled_fp16"}`. The update itself is float32. None: as `inner` keeps them.
         stochastic_rounding: round what is stored as bfloat16 without scale or master up or down at random, right on
             average. The state holds the seed and a count, so runs repeat exactly on the same mesh.
@@ -167,9 +167,9 @@ class Zero:
     def _init_program(self, plan: Plan) -> Callable[[list[Array]], ZeroState]:
         def build(params: list[Array]) -> ZeroState:
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            shards = [p.astype(jnp.float32) for p in own]
-            inner = self.transformation(plan).init(plan.unflatten(shards))
-            state = self.encode(shards, own, inner, plan, self.storage.first_key())
+            whole = [p.astype(jnp.float32) for p in own]
+            inner = self.transformation(plan).init(plan.unflatten(whole))
+            state = self.encode(whole, own, inner, plan, self.storage.first_key())
             return dataclasses.replace(state, guard=self.first_guard())
 
         in_specs = [leaf.param_spec for leaf in plan.leaves]
@@ -198,12 +198,6 @@ class Zero:
         """The state of what skips steps, before the first one."""
         return self.guard.init() if self.guard else optax.MaskedNode()
 
-    def encode(self, values: list[Array], arrived: list[Array], inner: Any, plan: Plan, key: Any) -> ZeroState:
-        """The state that keeps float32 values and the inner state; `arrived` is what the parameters become."""
-        each = zip(values, arrived, plan.leaves, strict=True)
-        master = [self.storage.stored(n, p, leaf) for n, p, leaf in each]
-        return ZeroState(plan.unflatten(master), self.storage.encode(inner, self.slots(plan)), plan, key)
-
     def abstract_inner(self, plan: Plan) -> Any:
         """The inner transformation's own state as `jax.ShapeDtypeStruct`s of global shapes."""
         shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
@@ -220,6 +214,23 @@ class Zero:
         if not isinstance(inner, optax.GradientTransformation):
             inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
         return elementwise.on_shards(inner, plan)
+
+    def encode(
+        self,
+        values: list[Array],
+        arrived: list[Array],
+        inner: Any,
+        plan: Plan,
+        key: Any,
+        known: scales.Scales | None = None,
+        keys: Keys | None = None,
+    ) -> ZeroState:
+        """The state that keeps float32 values and the inner state; `arrived` is what the parameters become."""
+        known = known or scales.of(values, inner, self.storage, self.slots(plan), plan)
+        each = zip(values, arrived, plan.leaves, known.masters, strict=True)
+        master = [self.storage.stored(n, p, leaf, scale) for n, p, leaf, scale in each]
+        stored = self.storage.encode(inner, self.slots(plan), known.inner, keys)
+        return ZeroState(plan.unflatten(master), stored, plan, key)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -303,23 +314,28 @@ class Zero:
         direct: bool,
     ) -> tuple[list[Array], list[Array], ZeroState]:
         """Phase 2: decode, clip, run the inner transformation, encode. Returns new parameters, updates, state."""
-        plan, storage, slots = state.plan, self.storage, self.slots(state.plan)
+        plan, tx = state.plan, self.transformation(state.plan)
         if self.clip_norm and norm is not None:
             factor = chain.clip_factor(norm, self.clip_norm)
             shards = [g * factor for g in shards]
-        keys = storage.keys(state.rounding, self.mesh.axis_names)
-        stored = plan.flatten(state.master, "master")
-        whole = [storage.whole(m, p, leaf) for m, p, leaf in zip(stored, params, plan.leaves, strict=True)]
-        inner = storage.decode(state.inner, slots)
-        updates, inner = self.transformation(plan).update(plan.unflatten(shards), inner, plan.unflatten(whole), **extra)
-        flat = plan.flatten(updates, "updates of the inner transformation")
-        new, master = [], []
-        for i, (w, u, p, leaf) in enumerate(zip(whole, flat, params, plan.leaves, strict=True)):
-            n = w + u.astype(jnp.float32)
-            new.append(storage.sent(n, leaf, keys and keys.of(i + len(slots), leaf)))
-            master.append(storage.stored(n, new[-1] if direct else precision.applied(new[-1], p), leaf))
-        inner = storage.encode(inner, slots, keys)
-        return new, flat, ZeroState(plan.unflatten(master), inner, plan, storage.next_key(state.rounding))
+
+        def compute(read: scales.Inputs) -> tuple[list[Array], list[Array], Any]:
+            pairs = zip(read.masters, read.params, plan.leaves, strict=True)
+            whole = [self.storage.whole(m, p, leaf) for m, p, leaf in pairs]
+            inner = self.storage.decode(read.inner, self.slots(plan))
+            updates, inner = tx.update(plan.unflatten(read.shards), inner, plan.unflatten(whole), **extra)
+            flat = plan.flatten(updates, "updates of the inner transformation")
+            return [w + u.astype(jnp.float32) for w, u in zip(whole, flat, strict=True)], flat, inner
+
+        read = scales.Inputs(shards, plan.flatten(state.master, "master"), state.inner, params)
+        read, known = scales.measured(compute, read, self.storage, self.slots(plan), plan)
+        values, flat, inner = compute(read)
+        keys = self.storage.keys(state.rounding, self.mesh.axis_names)
+        pairs = enumerate(zip(values, plan.leaves, strict=True), start=len(self.slots(plan)))
+        new = [self.storage.sent(n, leaf, keys and keys.of(i, leaf)) for i, (n, leaf) in pairs]
+        arrived = new if direct else [precision.applied(n, p) for n, p in zip(new, params, strict=True)]
+        key = self.storage.next_key(state.rounding)
+        return new, flat, self.encode(values, arrived, inner, plan, key, known, keys)
 
     def gather(
         self, new: list[Array], updates: list[Array], params: list[Array], plan: Plan, direct: bool
