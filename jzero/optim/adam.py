@@ -40,7 +40,7 @@ def distributed_fused_adam(
         mesh: the device mesh.
         adam_w_mode: False adds lambda p to the gradient instead (Apex: the same name).
         **options: every option of `zero`: axis, replica_axis, master, gradients, grad_sync_dtype, param_sync_dtype,
-            clip_norm, param_specs, stacked.
+            clip_norm, skip_nonfinite, loss_scale, param_specs, stacked.
 
     Returns:
         An optax transformation with `step`, `state_specs` and `partition_report`, see `zero`.

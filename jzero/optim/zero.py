@@ -58,8 +58,9 @@ def zero(
     """Shard the state of an elementwise optax transformation over a mesh axis (ZeRO).
 
     Args:
-        inner: the transformation (adamw, lion, sgd with momentum, ...), or a function from the abstract, unsplit
-            parameters to one, for transformations that must see original shapes (a mask by shape).
+        inner: the elementwise transformation (adamw, lion, sgd with momentum, ...), or a function from the abstract
+            parameters to one. Its masks and labels see the original, unsplit shapes. One that mixes positions of a leaf
+            (adafactor, lamb, muon, a norm, ...) is refused by `init`, which names the operation.
         mesh: the device mesh, with Auto or Explicit axes.
         axis: the mesh axis that shards the state. None: no sharding (ZeRO off), for comparison.
         replica_axis: axis, or axes, over which gradients are averaged too but state is repeated (Apex: redundant

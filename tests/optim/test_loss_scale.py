@@ -14,6 +14,7 @@ from optim.contexts import assert_close, assert_same, mesh, problem
 from oracles import adam
 
 import jzero
+from jzero.plan import targets
 
 SHAPES = {"w": (8, 16), "odd": (5, 3), "bias": (6,)}
 SPLIT = {"w": P(None, "tensor"), "bias": P("tensor")}
@@ -198,6 +199,25 @@ def test_a_skipped_step_leaves_every_stored_bit(options, form):
 def add(tx, grads, state, params):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scale": jzero.DynamicLossScale()}])
+def test_skipped_steps_cost_no_pass_over_memory(options):
+    """One fusion still reads gradient, parameter and moments once, and writes each once: the select is part of it."""
+    m = jzero.make_mesh(data=8, devices=targets.devices("h100-sxm-80gb", 8))
+    place = lambda spec: {"w": jax.ShapeDtypeStruct((2**20,), "float32", sharding=NamedSharding(m, spec))}
+    passes = []
+    for extra in ({}, options):
+        tx = jzero.distributed_fused_adam(1e-3, mesh=m, clip_norm=1.0, **extra)
+        step = jax.jit(tx.step, donate_argnums=(1, 2))
+        text = step.lower(place(P()), tx.init(place(P())), place(P())).compile().as_text()
+        entry = text[text.index("ENTRY") :].splitlines()
+        passes.append([line for line in entry if "= (f32[131072]{0}, f32[131072]{0}, f32[131072]{0}) fusion" in line])
+    reads = [line.split("fusion(")[1].split(")")[0].count("%") for (line,) in passes]
+    assert reads[1] - reads[0] <= 1  # the scale; gradient, parameter and moments were read before
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
