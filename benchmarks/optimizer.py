@@ -1,0 +1,213 @@
+"""Time of the optimizer's update against `optax.adamw`, on GPT-2's parameter shapes.
+
+    python benchmarks/optimizer.py [--devices 1] [--width 384] [--rounds 20] [--json FILE]
+
+On one device: jitted and donated on both sides, warm (repeated) and cold (the first update after another program has
+swept the caches), and `torch.optim.AdamW(fused=True)` where torch is installed. On several virtual CPU devices: the
+update phase alone against the replicated update, and scatter + update + gather against all-reduce + replicated update.
+Ratios are taken within a round; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+
+OPTIONS = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def shapes(width: int, layers: int = 12, vocabulary: int = 50304) -> dict[str, tuple[int, ...]]:
+    """GPT-2's parameters with another width, layers stacked."""
+    up = 4 * width
+    return {
+        "token": (vocabulary, width), "position": (1024, width), "qkv": (layers, width, 3 * width),
+        "qkv_bias": (layers, 3 * width), "out": (layers, width, width), "out_bias": (layers, width),
+        "up": (layers, width, up), "up_bias": (layers, up), "down": (layers, up, width), "down_bias": (layers, width),
+        "norm1": (layers, width), "norm2": (layers, width), "final_norm": (width,),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--width", type=int, default=480)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    tree = shapes(args.width)
+    count = sum(int(jnp.prod(jnp.array(s))) for s in tree.values())
+    rows = one_device(tree, args.rounds) if args.devices == 1 else many(tree, args.devices, args.rounds)
+    print(f"{count / 1e6:.1f}M parameters, {args.devices} device(s), {args.rounds} rounds")
+    for name, ratio in rows.items():
+        print(f"{name:60}{ratio:8.3f}")
+    if args.json:
+        result = {"devices": args.devices, "parameters": count, "rounds": args.rounds, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def one_device(tree: dict, rounds: int) -> dict[str, float]:
+    sides = {"optax.adamw": _optax(tree), "jzero": _jzero(tree, 1)}
+    torch = _torch(tree)
+    sides |= {"torch fused": torch} if torch else {}
+    out = {}
+    for state, before in (("warm", lambda: None), ("cold", _sweep())):
+        times = _alternate(sides, rounds, before)
+        for name in sides:
+            if name != "optax.adamw":
+                out[f"{name} / optax.adamw, {state}"] = _ratio(times[name], times["optax.adamw"])
+    return out
+
+
+def many(tree: dict, devices: int, rounds: int) -> dict[str, float]:
+    mesh = jzero.make_mesh(data=devices)
+    sides = {
+        "replicated update": _replicated(tree, mesh, reduce=False),
+        "sharded update": _phases(tree, mesh, whole=False),
+        "all-reduce + replicated update": _replicated(tree, mesh, reduce=True),
+        "scatter + update + gather": _phases(tree, mesh, whole=True),
+    }
+    times = _alternate(sides, rounds, lambda: None)
+    pairs = [("sharded update", "replicated update"), ("scatter + update + gather", "all-reduce + replicated update")]
+    return {f"{a} / {b}": _ratio(times[a], times[b]) for a, b in pairs}
+
+
+def _alternate(sides: dict, rounds: int, before) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 2):
+        order = list(sides) if turn % 2 else list(reversed(sides))
+        for name in order:
+            before()
+            start = time.perf_counter()
+            sides[name]()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _values(tree: dict, key: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(key), len(tree))
+    return {name: 0.02 * jax.random.normal(k, s) for k, (name, s) in zip(keys, tree.items(), strict=True)}
+
+
+def _loop(step, params, state, grads):
+    held = [params, state]
+
+    def run():
+        held[0], held[1] = step(grads, held[1], held[0])
+        jax.block_until_ready(held)
+
+    return run
+
+
+def _optax(tree: dict):
+    tx = optax.adamw(**OPTIONS)
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = _values(tree, 0)
+    return _loop(jax.jit(step, donate_argnums=(1, 2)), params, tx.init(params), _values(tree, 1))
+
+
+def _jzero(tree: dict, devices: int):
+    tx = jzero.distributed_fused_adam(**OPTIONS, mesh=jzero.make_mesh(data=devices))
+    params = _values(tree, 0)
+    return _loop(jax.jit(tx.step, donate_argnums=(1, 2)), params, tx.init(params), _values(tree, 1))
+
+
+def _replicated(tree: dict, mesh, *, reduce: bool):
+    tx = optax.adamw(**OPTIONS)
+    whole, split = PartitionSpec(), PartitionSpec("data")
+
+    def step(grads, state, params):
+        if reduce:  # one gradient per rank
+            grads = jax.tree.map(lambda g: jax.lax.pmean(g[0], "data"), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    specs = (split if reduce else whole, whole, whole)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=whole)
+    params = jax.device_put(_values(tree, 0), NamedSharding(mesh, whole))
+    state = jax.device_put(tx.init(params), NamedSharding(mesh, whole))
+    return _loop(jax.jit(mapped, donate_argnums=(1, 2)), params, state, _gradients(tree, mesh, per_rank=reduce))
+
+
+def _phases(tree: dict, mesh, *, whole: bool):
+    """All three phases on local gradients, or the update alone on shards."""
+    tx = jzero.distributed_fused_adam(**OPTIONS, mesh=mesh)
+    params = jax.device_put(_values(tree, 0), NamedSharding(mesh, PartitionSpec()))
+    state, specs, plan = tx.init(params), tx.state_specs(params), tx.plan(params)
+
+    if whole:
+
+        def step(grads, state, params):
+            return tx.step(jax.tree.map(lambda g: g[0], grads), state, params)
+
+        grads, grad_specs, param_specs = _gradients(tree, mesh, per_rank=True), PartitionSpec("data"), PartitionSpec()
+    else:
+
+        def step(grads, state, params):
+            new, state, _ = tx.update_shards(jax.tree.leaves(grads), state, jax.tree.leaves(params))
+            return plan.unflatten(new), state
+
+        param_specs = plan.unflatten([leaf.shard_spec for leaf in plan.leaves])
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+        grads, grad_specs = jax.tree.map(place, _values(tree, 1), param_specs), param_specs
+        params = jax.tree.map(place, params, param_specs)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(grad_specs, specs, param_specs), out_specs=(param_specs, specs))
+    return _loop(jax.jit(mapped, donate_argnums=(1, 2)), params, state, grads)
+
+
+def _gradients(tree: dict, mesh, *, per_rank: bool):
+    grads = _values(tree, 1)
+    if not per_rank:
+        return jax.device_put(grads, NamedSharding(mesh, PartitionSpec()))
+    stack = jax.jit(
+        lambda g: jax.tree.map(lambda x: jnp.broadcast_to(x, (mesh.shape["data"], *x.shape)), g),
+        out_shardings=NamedSharding(mesh, PartitionSpec("data")),
+    )
+    return stack(grads)
+
+
+def _sweep():
+    """Another program that reads and writes more than the caches hold."""
+    held = [jnp.ones(64 * 2**20 // 4)]
+    step = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
+
+    def run():
+        held[0] = jax.block_until_ready(step(held[0]))
+
+    return run
+
+
+def _torch(tree: dict):
+    try:
+        import torch
+    except ImportError:
+        return None
+    params = [torch.nn.Parameter(0.02 * torch.randn(s)) for s in tree.values()]
+    for p in params:
+        p.grad = 0.02 * torch.randn(p.shape)
+    betas = (OPTIONS["b1"], OPTIONS["b2"])
+    tx = torch.optim.AdamW(params, OPTIONS["learning_rate"], betas, OPTIONS["eps"], OPTIONS["weight_decay"], fused=True)
+    return tx.step
+
+
+if __name__ == "__main__":
+    main()
