@@ -74,11 +74,18 @@ def zero_around(m, **options):
     return lambda tx: jzero.zero(tx, mesh=m, replica_axis="replica", **options)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", COMPOSITIONS)
+# With Explicit axes shard_map closes over no traced number, so "injected around" is for Auto ones.
+EXPLICIT = ["groups around", "groups inside", "injected inside", "accumulating around", "if finite around"]
+SLOW = ["accumulating inside", "masked around", "schedules", "chain", "conditionally", "schedule free"]
+CASES = [
+    *((name, False) for name in COMPOSITIONS),
+    *((name, True) for name in EXPLICIT),
+    *(pytest.param(name, True, marks=pytest.mark.slow) for name in SLOW),
+]
+
+
+@pytest.mark.parametrize(("name", "explicit"), CASES)
 def test_under_jit(name, explicit):
-    if explicit and name == "injected around":
-        pytest.skip("shard_map closes over no traced number where axes are Explicit; inject inside of zero")
     pr = problem(mesh(explicit=explicit, data=4, tensor=2), SHAPES, SPLIT)
     tx = COMPOSITIONS[name](zero_around(pr.mesh))
     with jax.set_mesh(pr.mesh):

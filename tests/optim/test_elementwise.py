@@ -114,7 +114,11 @@ def test_zero_itself_refuses_on_init_with_values_and_with_shapes():
             tx.init(given)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+# The parts that optimizers are made of run with the slow tests, the optimizers themselves always.
+PARTS = [pytest.param(n, marks=pytest.mark.slow) if n.startswith(("scale_by_", "optimistic_")) else n for n in TAKEN]
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_what_is_elementwise_is_the_same_on_shards(name):
     """Three steps on shards that lie flattened and padded, or as rows: the same numbers as by itself."""
     inner = constructed()[name]
