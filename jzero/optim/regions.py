@@ -6,8 +6,9 @@ phases of a step are written for one device's part over *all* axes, so each runs
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +73,20 @@ def enter(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, bound: Sequenc
     )
     checked = tracks_varying(bound[0])
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(rest), check_vma=checked)
+
+
+@contextlib.contextmanager
+def naming_closures() -> Iterator[None]:
+    """Say what to do where JAX refuses a region that uses an outer value on Explicit axes."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "losing over" not in str(error):
+            raise
+        raise ValueError(
+            "zero: on a mesh with Explicit axes the inner transformation cannot hold an array from outside; put "
+            "optax.inject_hyperparams inside of zero, not around it, or use Auto axes"
+        ) from error
 
 
 def placed(x: Any, spec: PartitionSpec, *, mesh: Mesh) -> jax.ShapeDtypeStruct:

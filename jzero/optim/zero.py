@@ -162,7 +162,8 @@ class Zero:
                 f"zero: init needs whole arrays, found a call inside shard_map over {bound}; call it outside"
             )
         plan = self.plan(params)
-        return self._init_program(plan)(jax.tree.leaves(params))
+        with regions.naming_closures():
+            return self._init_program(plan)(jax.tree.leaves(params))
 
     @functools.cache  # noqa: B019  one entry per plan; the transformation lives as long as the program
     def _init_program(self, plan: Plan) -> Callable[[list[Array]], ZeroState]:
@@ -254,7 +255,8 @@ class Zero:
         values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
         extra = gradients.numeric(extra)
         program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
-        out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
+        with regions.naming_closures():
+            out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
         return plan.unflatten(out), dataclasses.replace(after, plan=state.plan)
 
     @functools.cache  # noqa: B019  one entry per plan and kind of call

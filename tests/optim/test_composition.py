@@ -96,6 +96,13 @@ def test_under_jit(name, explicit):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+def test_hyperparameters_injected_around_zero_are_refused_on_explicit_axes():
+    pr = problem(mesh(explicit=True, data=8), {"w": (8, 16)})
+    tx = injected(zero_around(pr.mesh))
+    with jax.set_mesh(pr.mesh), pytest.raises(ValueError, match=r"put optax\.inject_hyperparams inside of zero, not"):
+        jax.eval_shape(tx.update, pr.params, tx.init(pr.params), pr.params)
+
+
 INSIDE = ["groups inside", "injected inside", "accumulating inside", "schedules", "conditionally", "schedule free"]
 
 
