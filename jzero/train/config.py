@@ -136,6 +136,12 @@ class Config:
         name = self.model.optim.param_sync_dtype
         return None if name is None else _DTYPES[name]
 
+    @property
+    def state_dtype(self) -> str | dict[str, str]:
+        """How the moments are stored, as `jzero.zero` takes it: one choice where both are alike."""
+        m, v = self.model.optim.exp_avg_dtype, self.model.optim.exp_avg_sq_dtype
+        return m if m == v else {"mu": m, "nu": v}
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by × tensor_model_parallel_size."""
         unit = self.model.make_vocab_size_divisible_by * self.model.tensor_model_parallel_size

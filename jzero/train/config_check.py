@@ -127,6 +127,16 @@ def _precision(config: Config) -> None:
         )
     if m.optim.master == "fp32" and not bf16:
         raise JzeroError("model.optim.master: fp32 parameters (trainer.precision 32) are their own master; set auto")
+    if m.optim.master in ("remainder", "scaled_fp16") and not bf16:
+        raise JzeroError(
+            f"model.optim.master: {m.optim.master} is for bf16 parameters, found trainer.precision 32; set auto"
+        )
+    unscaled = "bf16" in (m.optim.exp_avg_dtype, m.optim.exp_avg_sq_dtype)
+    if m.optim.stochastic_rounding and not unscaled and not (bf16 and m.optim.master == "none"):
+        raise JzeroError(
+            "model.optim.stochastic_rounding: nothing is stored as bf16 without a scale or a master; set "
+            "model.optim.exp_avg_dtype=bf16, or model.optim.master=none with trainer.precision=bf16"
+        )
     if m.optim.master == "none" and m.optim.param_sync_dtype == "bf16" and not bf16:
         raise JzeroError(
             "model.optim.param_sync_dtype: bf16 would round the only copy of the fp32 parameters (trainer.precision "

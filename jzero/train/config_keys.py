@@ -161,8 +161,19 @@ class Optim:
     bucket_cap_mb: float = option(100.0, "Largest collective that XLA may combine smaller ones into, in MB.", above=0)
     master: str = option(
         "auto",
-        "Master copy of the parameters: auto is fp32 for bf16 ones, else none.",
-        choices=("auto", "none", "fp32"),
+        "What is kept beside the parameters: an fp32 copy, the 16 bits that bf16 lacks (remainder: the same numbers as "
+        "fp32), a float16 copy with scales, or none. auto: none for fp32 parameters; for bf16 ones remainder, none if "
+        "the moments are bf16, scaled_fp16 if they are.",
+        choices=("auto", "none", "fp32", "remainder", "scaled_fp16"),
+    )
+    exp_avg_dtype: str = option(
+        "fp32",
+        "Storage of Adam's first moment; scaled: one scale per layer of each shard.",
+        choices=("fp32", "bf16", "scaled_fp16", "scaled_fp8"),
+    )
+    exp_avg_sq_dtype: str = option("fp32", "Storage of Adam's second moment.", choices=("fp32", "bf16", "scaled_fp16"))
+    stochastic_rounding: bool = option(
+        False, "Round bf16 state without a scale, and bf16 parameters without a master, up or down at random."
     )
     sched: Sched = field(default_factory=Sched)
 

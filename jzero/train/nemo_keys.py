@@ -9,7 +9,10 @@ _BUFFERS = "no such knob: XLA plans the buffers and the step donates its inputs;
 _CUDA = "no such knob: it tunes PyTorch's or NCCL's use of CUDA; remove the line"
 _FP8 = "FP8 is not available in this version; remove the line and use trainer.precision=bf16"
 _FP16 = "fp16 with loss scaling is not available in this version; remove the line and use trainer.precision=bf16"
-_STATE = "not an option here; model.optim.master (auto, none or fp32) says how the master parameters are kept"
+_STATE = (
+    "use model.optim.master (auto, none, fp32, remainder or scaled_fp16) for the master parameters, "
+    "model.optim.exp_avg_dtype and exp_avg_sq_dtype for the moments"
+)
 _CHECKPOINTS = "use exp_manager.checkpoint: monitor, save_top_k, save_last_k, every_n_steps, async_save"
 _SEQUENCE = "use model.encoder_seq_length, the one length of model and data"
 _TOKENIZER = "use model.tokenizer.library=tokenizers and model.tokenizer.model=path of a Hugging Face tokenizer.json"

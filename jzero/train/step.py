@@ -41,8 +41,8 @@ class TrainState(NamedTuple):
     """Everything that a step changes, and all that a checkpoint holds."""
 
     step: Array  # int32 []: steps done
+    opt: Any  # jzero.ZeroState; before the parameters, or XLA copies 16-bit state on GPUs
     params: Any  # as the policy stores them: whole, or shards (Leaf.shard_shape)
-    opt: Any  # jzero.ZeroState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Program:
         """The state as `jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
         params = self.layout.abstract_params()
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        return TrainState(step, params, self.layout.tx.init(params))  # type: ignore[arg-type]  abstract arrays
+        return TrainState(step, self.layout.tx.init(params), params)  # type: ignore[arg-type]  abstract arrays
 
     @functools.cached_property
     def specs(self) -> TrainState:
@@ -83,7 +83,7 @@ class Program:
 
         def build(key: Array) -> TrainState:
             params = self.layout.store(self.model.init(key))
-            return TrainState(jnp.int32(0), params, self.layout.tx.init(params))
+            return TrainState(jnp.int32(0), self.layout.tx.init(params), params)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         return jax.jit(build, out_shardings=shardings)(key)
@@ -166,7 +166,7 @@ class Program:
             "grad_norm": norm,
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
-        return TrainState(state.step + 1, self.layout.keep(new), opt), metrics
+        return TrainState(state.step + 1, opt, self.layout.keep(new)), metrics
 
     def _evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
         weights = self.layout.start(params)

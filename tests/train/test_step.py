@@ -121,14 +121,32 @@ def test_few_layers(policy, layers):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_bf16_follows_fp32_and_keeps_fp32_masters():
+def test_bf16_follows_fp32_and_keeps_the_lost_bits():
     prog = program(config(8, "gather_on_forward", precision="bf16"))
     state, found = train(prog, 10)
     np.testing.assert_allclose(found[:, 0], reference_10()[1][:, 0], rtol=1e-3)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
-    assert {x.dtype for x in jax.tree.leaves(state.opt.master)} == {jnp.dtype(jnp.float32)}
-    rounded = jax.tree.map(lambda m: m.astype(jnp.bfloat16), state.opt.master)
-    jax.tree.map(np.testing.assert_array_equal, rounded, state.params)
+    assert {x.dtype for x in jax.tree.leaves(state.opt.master)} == {jnp.dtype(jnp.int16)}
+
+
+MODES = {
+    "fp32": ({"master": "fp32"}, 1e-3),
+    "remainder": ({"master": "remainder"}, 1e-3),
+    "scaled_fp16": ({"exp_avg_dtype": "scaled_fp16", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
+    "scaled_fp8": ({"exp_avg_dtype": "scaled_fp8", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
+    "bf16": (
+        {"master": "none", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+        1e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_precision_mode_follows_fp32(mode):
+    optim, rtol = MODES[mode]
+    policy = "replicated" if mode in ("remainder", "scaled_fp8") else "gather_on_forward"
+    _, found = train(program(config(8, policy, precision="bf16", optim=optim)), 10)
+    np.testing.assert_allclose(found[:, 0], reference_10()[1][:, 0], rtol=rtol)
 
 
 def test_evaluation_and_logits_agree_with_the_model():
