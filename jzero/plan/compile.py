@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,14 +67,15 @@ def compile_step(
     jitted = fn
     if not hasattr(fn, "lower"):
         jitted = jax.jit(fn, donate_argnums=donate_argnums, compiler_options=compiler_options or None)
-    elif donate_argnums or compiler_options:
+    elif donate_argnums != () or compiler_options:
         raise JzeroError(
             "report: donate_argnums and compiler_options go to jax.jit, found a function that is already jitted; "
             "give them there"
         )
     begin = time.perf_counter()
     try:
-        compiled = jitted.lower(*placed).compile()  # type: ignore[attr-defined]  both are jitted here
+        with _without_cache():
+            compiled = jitted.lower(*placed).compile()  # type: ignore[attr-defined]  both are jitted here
     except ValueError as error:
         if "incompatible devices" not in str(error):
             raise
@@ -94,6 +97,20 @@ def compile_step(
         outputs=used.output_size_in_bytes - used.alias_size_in_bytes,
         temporaries=used.temp_size_in_bytes,
     )
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """JAX's cache on disk cannot read back executables of a GPU that is not there: write none, and do not warn."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    jax.config.update(name, float("inf"))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+            yield
+    finally:
+        jax.config.update(name, before)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

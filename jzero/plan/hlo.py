@@ -85,7 +85,14 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """An attribute's text up to the comma, `{...}` included: `dimensions`, `index`, `custom_call_target`."""
-        found = re.search(rf'(?:^|, ){name}=("[^"]*"|\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|[^,]*)', self.attributes)
+        value = (
+            r'"[^"]*"'  # a string
+            r"|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"  # {...}, {{...},{...}}
+            r"|\[[^\]]*\](?:<=\[[^\]]*\](?:T\([^)]*\))?)?"  # [4,2]<=[2,4]T(1,0)
+            r"|mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\))?\))? \{[^}]*\}"  # mesh['a'=4,'b'=2] {'a'}
+            r"|[^,]*"
+        )
+        found = re.search(rf"(?:^|, ){name}=({value})", self.attributes)
         return found[1].strip('"') if found else None
 
     @functools.cached_property
