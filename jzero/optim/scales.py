@@ -67,15 +67,16 @@ def measured(
     new, _, inner = compute(inputs)
     found = of(new, inner, storage, slots, plan)
     masters, moments = list(found.masters), list(found.inner)
+    # gradients stay outside of the barrier: it would have their mean and clipping written to memory first
     arrays, treedef = jax.tree.flatten(inputs.inner, is_leaf=precision.is_scaled)
-    shards, stored, params = list(inputs.shards), list(inputs.masters), list(inputs.params)
+    stored, params = list(inputs.masters), list(inputs.params)
     for i, leaf in enumerate(plan.leaves):
         mine = [j for j, slot in enumerate(slots) if slot.leaf == leaf]
-        read = (shards[i], stored[i], params[i], [arrays[j] for j in mine])
+        read = (stored[i], params[i], [arrays[j] for j in mine])
         known = (masters[i], [moments[j] for j in mine])
         if not jax.tree.leaves(known):
             continue
-        (shards[i], stored[i], params[i], again), (masters[i], own) = jax.lax.optimization_barrier((read, known))
+        (stored[i], params[i], again), (masters[i], own) = jax.lax.optimization_barrier((read, known))
         for j, x, scale in zip(mine, again, own, strict=True):
             arrays[j], moments[j] = x, scale
-    return Inputs(shards, stored, jax.tree.unflatten(treedef, arrays), params), Scales(masters, moments)
+    return Inputs(inputs.shards, stored, jax.tree.unflatten(treedef, arrays), params), Scales(masters, moments)
