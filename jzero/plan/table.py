@@ -53,14 +53,18 @@ def _time(report: Report) -> Table:
 
 def _memory(report: Report) -> Table:
     memory = report.memory
-    table = _plain("", "GiB", title="Memory of a device")
+    table = _plain("", "size", title="Memory of a device")
     for name in ("parameters", "optimizer", "batch", "other", "outputs", "temporaries", "peak", "limit"):
         value = getattr(memory, name)
         if value or name not in ("other", "outputs"):
-            table.add_row(name, f"{value / GIB:,.2f}")
-    verdict = "yes" if memory.fits else f"no, {(memory.peak - memory.limit) / GIB:,.2f} GiB too much"
+            table.add_row(name, _size(value))
+    verdict = "yes" if memory.fits else f"no, {_size(memory.peak - memory.limit)} too much"
     table.add_row("fits", verdict)
     return table
+
+
+def _size(value: int) -> str:
+    return f"{value / GIB:,.2f} GiB" if value >= GIB else f"{value / MIB:,.2f} MiB"
 
 
 def _largest(report: Report) -> Table:
