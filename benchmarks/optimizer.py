@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import time
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
+    os.environ.setdefault("PJRT_NPROC", str(8 * args.devices))  # a collective holds its thread while it waits
     jax.config.update("jax_num_cpu_devices", args.devices)
     tree = shapes(args.width)
     count = sum(int(jnp.prod(jnp.array(s))) for s in tree.values())

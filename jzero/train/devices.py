@@ -22,6 +22,7 @@ from jzero.train.config_check import validate
 
 # What the kernel shows where there is an accelerator: NVIDIA, AMD, WSL, TPU. Looking costs nothing; asking JAX would
 # start (or time out in) every installed plugin.
+_THREADS_PER_DEVICE = 8  # of XLA's pool, for virtual CPU devices
 _DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dxg", "accel0", "accel/accel0", "vfio/0")
 
 
@@ -58,6 +59,8 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
     if not _platforms() and not accelerator_present():
         _try_update("jax_platforms", "cpu")
     if trainer.devices > 0:  # other platforms do not look at it
+        # a collective holds its thread while it waits; with one thread per device two of them can wait for ever
+        os.environ.setdefault("PJRT_NPROC", str(_THREADS_PER_DEVICE * trainer.devices))
         _try_update("jax_num_cpu_devices", trainer.devices)
     if trainer.num_nodes > 1 and not jax.distributed.is_initialized():
         _join_hosts(trainer.num_nodes)
