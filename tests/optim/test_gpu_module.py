@@ -19,7 +19,7 @@ pytestmark = [
 
 def compiled(form, ranks, dtype="bfloat16", local=False):
     mesh = jzero.make_mesh(data=ranks, devices=targets.devices("h100-sxm-80gb", ranks))
-    tx = jzero.zero(optax.sgd(0.1, momentum=0.9), mesh=mesh)
+    tx = jzero.zero(optax.sgd(0.1, momentum=0.9), mesh=mesh, master="fp32")
     place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     params = {"w": place((4096,), dtype, P())}
     step = getattr(tx, form)
