@@ -26,9 +26,13 @@ from jax import Array
 
 from jzero.optim import collectives
 from jzero.optim.partition import Leaf
+from jzero.parallel.tensor import AXIS, TensorParallel
 
 Block = Callable[[Any, Array, Array], Array]
 """One layer: (its weights, x [B, T, D], its number) -> x [B, T, D]."""
+
+SUMMED = "projection"
+"""The name (`jax.ad_checkpoint.checkpoint_name`) of what a block sums over the tensor axis and reads again later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class DataParallel:
         leaves: the plan of each parameter, in flattening order.
         replica: axes over which the shards are repeated.
         varying: the axes that split the batch; weights are marked as varying over them.
+        tensor: the tensor axis; parameters whose gradients are parts of a sum over it are marked as varying there too.
         grad_dtype: dtype on the wire of the reduce-scatter.
         param_dtype: dtype on the wire of the all-gather; None: the parameter's own.
     """
@@ -48,6 +53,7 @@ class DataParallel:
     varying: tuple[str, ...]
     grad_dtype: Any
     param_dtype: Any = None
+    tensor: TensorParallel = TensorParallel()
 
     def layer(self) -> DataParallel:
         """The same for one layer of stacked parameters."""
@@ -58,19 +64,31 @@ class DataParallel:
 
         def one(x: Array, leaf: Leaf) -> Array:
             full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to).astype(x.dtype)
-            return collectives.vary(full, self.varying) if to == "varying" else full
+            return collectives.vary(full, self.varies(leaf)) if to == "varying" else full
 
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
         """Replicated weights, marked as varying so that their gradients stay this rank's own."""
-        return self._map(lambda x, leaf: collectives.vary(x, self.varying), weights)
+        return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
+
+    def varies(self, leaf: Leaf) -> tuple[str, ...]:
+        """The axes over which a whole weight is marked as varying: those over which its gradient is still to be summed."""
+        return (*self.varying, *((AXIS,) if self.tensor.partial(leaf.axes) else ()))
 
     def scatter(self, grads: Any) -> Any:
         """Full gradients of this rank -> float32 shards of the mean."""
         return self._map(
             lambda g, leaf: collectives.scatter(g, leaf, replica=self.replica, dtype=self.grad_dtype), grads
         )
+
+    def complete(self, shards: Any) -> Any:
+        """Shards of the gradients that each tensor rank has a part of -> of the whole gradients, the same on every one."""
+        flat, treedef = jax.tree.flatten(shards)
+        parts = [i for i, leaf in enumerate(self.leaves) if self.tensor.partial(leaf.axes)]
+        for i, whole in zip(parts, self.tensor.complete([flat[i] for i in parts]), strict=True):
+            flat[i] = whole
+        return treedef.unflatten(flat)
 
     def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
         flat, treedef = jax.tree.flatten(tree)
@@ -112,11 +130,13 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
         block: one layer.
         granularity: None keeps the results of matrix products and recomputes what is elementwise; "selective" keeps
             what the model names and recomputes the rest (Korthikanti et al., arXiv 2205.05198); "full" keeps only the
-            input.
+            input. Of a product that is summed over the tensor axis, what the model names is kept: the sum.
         selective: the `jax.checkpoint` policy of "selective".
     """
     policies = {
-        None: jax.checkpoint_policies.dots_saveable,
+        None: jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SUMMED)
+        ),
         "selective": selective,
         "full": jax.checkpoint_policies.nothing_saveable,
     }

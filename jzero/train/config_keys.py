@@ -184,10 +184,14 @@ class Model:
 
     micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
     global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
-    tensor_model_parallel_size: int = option(1, "Devices that share each layer; only 1 in this version.", at_least=1)
+    tensor_model_parallel_size: int = option(
+        1, "Devices that share each layer: heads, feed-forward width and vocabulary are split.", at_least=1
+    )
     pipeline_model_parallel_size: int = option(1, "Stages of layers; only 1 in this version.", at_least=1)
     virtual_pipeline_model_parallel_size: int | None = option(None, "Only null in this version.", at_least=1)
-    sequence_parallel: bool = option(False, "Only false in this version.")
+    sequence_parallel: bool = option(
+        False, "Split the sequence over the tensor ranks wherever a layer is not split otherwise: norms, dropout."
+    )
     replica_parallel_size: int = option(
         1, "Copies of the sharded optimizer: state is sharded within a copy, gradients averaged over all.", at_least=1
     )

@@ -68,7 +68,7 @@ def accumulate_gradients(
     if local:
         value, sums, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), sums))
         loss = loss + value
-    return loss, layout.join(*sums)
+    return loss, layout.join(*layout.complete(sums))
 
 
 def _micro_batch(

@@ -57,18 +57,22 @@ def train(prog: Program, steps: int, state=None):
 
 def whole(prog: Program, params):
     """The stored parameters as whole NumPy arrays."""
-    layout = prog.layout
+    return from_shards(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
 
-    def gather(params):
-        if not layout.sharded:
-            return params
-        flat = zip(jax.tree.leaves(params), layout.plan.leaves, strict=True)
-        return layout.plan.unflatten([collectives.gather(x, leaf, to="invarying") for x, leaf in flat])
 
-    mapped = jax.shard_map(
-        gather, mesh=prog.mesh, in_specs=(prog.specs.params,), out_specs=jax.sharding.PartitionSpec()
+def from_shards(prog: Program, shards):
+    """A tree of the parameters' shards (parameters of a policy that keeps shards, moments) as whole NumPy arrays."""
+    plan = prog.layout.plan
+
+    def gather(shards):
+        flat = zip(jax.tree.leaves(shards), plan.leaves, strict=True)
+        return plan.unflatten([collectives.gather(x, leaf, to="invarying") for x, leaf in flat])
+
+    stored, full = (
+        plan.unflatten([getattr(leaf, spec) for leaf in plan.leaves]) for spec in ("shard_spec", "param_spec")
     )
-    return jax.tree.map(np.asarray, jax.jit(mapped)(params))
+    mapped = jax.shard_map(gather, mesh=prog.mesh, in_specs=(stored,), out_specs=full)
+    return jax.tree.map(np.asarray, jax.jit(mapped)(shards))
 
 
 def reference(conf: Config, steps: int):
