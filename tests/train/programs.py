@@ -21,15 +21,15 @@ T, VOCABULARY, BATCH = 16, 61, 16
 def config(devices: int = 8, policy: str = "replicated", micro_batches: int = 1, **changes) -> Config:
     """A run of a 3-layer GPT whose biases (24, 72, 96 wide) and vocabulary (61) do not all divide by 8."""
     precision, optim = changes.pop("precision", 32), changes.pop("optim", {})
+    clip, samples = changes.pop("clip", 1.0), BATCH * changes.get("tensor_model_parallel_size", 1)
     model = {
-        "global_batch_size": BATCH, "micro_batch_size": BATCH // (micro_batches * devices), "encoder_seq_length": T,
+        "global_batch_size": BATCH, "micro_batch_size": samples // (micro_batches * devices), "encoder_seq_length": T,
         "num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
         "make_vocab_size_divisible_by": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     } | changes  # fmt: skip
     optim = {"lr": 2e-3, "policy": policy, "sched": Sched(warmup_steps=2)} | optim
-    return Config(
-        trainer=Trainer(devices=devices, precision=precision, max_steps=20), model=Model(**model, optim=Optim(**optim))
-    )
+    trainer = Trainer(devices=devices, precision=precision, max_steps=20, gradient_clip_val=clip)
+    return Config(trainer=trainer, model=Model(**model, optim=Optim(**optim)))
 
 
 def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:

@@ -11,6 +11,7 @@ from jzero import make_mesh
 from jzero.plan import targets
 from jzero.train.step import build_program
 
+TENSOR = {"tensor_model_parallel_size": 2}
 LAYOUTS = [
     config(8),
     config(8, "gather_on_forward"),
@@ -26,14 +27,24 @@ LAYOUTS = [
     config(4, "gather_on_forward", 4, grad_accumulation="sharded"),
     config(4, "gather_twice", 4, grad_accumulation="sharded"),
     config(4, "gather_twice", 2, activations_checkpoint_granularity="full"),
+    config(8, **TENSOR),
+    config(8, "gather_twice", **TENSOR, sequence_parallel=True),
+    config(8, "gather_on_forward", 2, precision="bf16", **TENSOR, sequence_parallel=True),
+    config(8, "gather_twice", 2, **TENSOR, sequence_parallel=True, activations_checkpoint_granularity="full"),
+    config(8, "gather_on_forward", 2, **TENSOR, activations_checkpoint_granularity="selective"),
+    config(8, "gather_on_forward", **TENSOR, sequence_parallel=True, replica_parallel_size=2),
+    config(8, "replicated", 2, **TENSOR, sequence_parallel=True, grad_accumulation="sharded"),
+    config(8, **TENSOR, sequence_parallel=True, optim={"name": "fused_adam"}),
 ]
 
 
 def name(conf):
     model = conf.model
     accumulation = f"{conf.num_micro_batches} {model.grad_accumulation}"
+    tensor = f"tensor{model.tensor_model_parallel_size}{'-sequence' * model.sequence_parallel}"
     return (
-        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{conf.trainer.precision}"
+        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}"
+        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}"
     )
 
 
