@@ -140,6 +140,14 @@ class Layout:
             return Weights(self.outer.whole(outer, "invarying"), Layers(blocks, shards=True))
         return Weights(outer, Layers(blocks))
 
+    def in_order(self, first: Any, then: Any) -> Any:
+        """`then`; on CPU, what uses it waits for all of `first`.
+
+        XLA's CPU runtime holds one of its threads per waiting collective. A collective outside a loop that depends on
+        nothing in it could run beside those inside it, each device in its own order, until all threads wait.
+        """
+        return collectives.one_after_another(first, then)[1] if self.mesh.devices.flat[0].platform == "cpu" else then
+
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
 
