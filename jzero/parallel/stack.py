@@ -82,6 +82,11 @@ class DataParallel:
             lambda g, leaf: collectives.scatter(g, leaf, replica=self.replica, dtype=self.grad_dtype), grads
         )
 
+    def after(self, first: Array, shards: Any) -> Any:
+        """The shards of weights that vary as `first` does; nothing is gathered from them before `first` is there."""
+        # one by one: a barrier's results vary over every axis that one of its operands varies over
+        return self._map(lambda x, leaf: jax.lax.optimization_barrier((x, first))[0], shards)
+
     def complete(self, shards: Any) -> Any:
         """Shards of the gradients that each tensor rank has a part of -> of the whole gradients, the same on every one."""
         flat, treedef = jax.tree.flatten(shards)
@@ -95,12 +100,15 @@ class DataParallel:
         return treedef.unflatten([f(x, leaf) for x, leaf in zip(flat, self.leaves, strict=True)])
 
 
-class Layers(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layers:
     """The weights of all layers, whole or as shards."""
 
     stacked: Any  # each [L, ...]; or [L - 1, ...] where the last layer stands apart
     last: Any = None  # each [...]: the last layer's, where the first L - 1 came out of a scan without it
-    shards: bool = False  # whether they are shards, to be gathered layer by layer
+    # whether they are shards, to be gathered layer by layer
+    shards: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def count(self) -> int:
@@ -202,8 +210,7 @@ def backward(
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
     if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
-        stacked, dy = jax.lax.optimization_barrier((layers.stacked, dy))
-        layers = Layers(stacked, shards=True)
+        layers = Layers(parallel.after(dy, layers.stacked), shards=True)
 
     def add(sums: Any, i: Any, value: Any) -> Any:
         put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")

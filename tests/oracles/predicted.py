@@ -9,8 +9,10 @@ Per leaf of n elements on a rank (padded to a multiple of the data axis) and M m
 
 A layer's leaf counts once per layer. The last layer's backward pass follows its forward pass: its weights are gathered
 once; the bias that a layer adds last is not needed in its backward pass at all, nor is that of the attention's output,
-whose sum is kept (unless all is recomputed). With replicas each reduce-scatter is
-followed by an all-reduce of the shard. On top there are three scalar all-reduces: number of tokens, loss, norm.
+whose sum is kept (unless all is recomputed). With replicas
+each reduce-scatter is followed by an all-reduce of the shard. On top there is one all-reduce of three scalars: norm,
+loss, number of tokens.
+
 Over the tensor axis, of N ranks, per layer and micro-batch, each of the activations [B, T, D] in their own type:
 
                         forward                           backward                        recomputed (full)
@@ -71,9 +73,7 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             again = 0 if unread else layers - 1
             twice = policy == "gather_twice" and path[0] == "blocks"
             add((layers + again) * count if twice else layers, "all-gather", reduced, dtype, padded)
-    add(2, "all-reduce", batch_axes, "f32", 1)
-    if zero:
-        add(1, "all-reduce", ("data",), "f32", 1)
+    add(1, "all-reduce", batch_axes, "f32", 3)
     found += tensor_collectives(prog)
     return found
 

@@ -59,7 +59,8 @@ def test_the_lowered_step_has_exactly_the_predicted_collectives(conf):
     expected = predicted.step_collectives(prog)
     assert {c: n for c, n in found.items() if c.axes} == expected
     if conf.zero and conf.model.replica_parallel_size == 1:
-        assert predicted.totals(expected)["all-reduce"] <= 64 * 1024
+        scalars = {c: n for c, n in expected.items() if "data" in c.axes}
+        assert predicted.totals(scalars)["all-reduce"] <= 64 * 1024
 
 
 @pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
