@@ -1,5 +1,6 @@
 """Predicted = found: what the step communicates, in the program handed to XLA and in the one compiled for 8 H100s."""
 
+import collections
 import dataclasses
 
 import jax
@@ -99,6 +100,32 @@ def test_the_module_compiled_for_h100_moves_the_predicted_bytes(conf):
     expected = predicted.totals(predicted.step_collectives(prog))
     assert dict(found) == dict(expected)
     assert found["all-reduce"] <= 64 * 1024
+
+
+@gpu
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    "conf",
+    [
+        config(8, "gather_twice", precision="bf16", **TENSOR, sequence_parallel=True),
+        pytest.param(config(8, "gather_on_forward", **TENSOR), marks=pytest.mark.slow),
+        pytest.param(
+            config(8, "gather_on_forward", 2, **TENSOR, sequence_parallel=True, replica_parallel_size=2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=name,
+)
+def test_a_layer_on_h100s_has_megatrons_collectives_and_no_weight_crosses_the_tensor_axis(conf):
+    """The prediction's bytes per axis: 2 + 2 (+ 2) per layer and direction, and weights split by tensor over data."""
+    prog = for_h100(conf)
+    text = lowered(prog).compile().as_text()
+    assert "all-to-all" not in text
+    found = collections.Counter()
+    for (kind, groups), size in hlo.collective_bytes_by_groups(text).items():
+        found[kind, stablehlo.axes_of(groups, prog.mesh)] += size
+    expected = predicted.by_axes(predicted.step_collectives(prog))
+    assert found == expected - predicted.found_again(prog)
 
 
 @gpu
