@@ -261,5 +261,25 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
-        compiler_options=compiler_options(mesh, optim.bucket_cap_mb),
+        compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
     )
+
+
+def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:
+    """Up to which sizes small collectives are merged: of whole weights gathered, and of gradient shards scattered.
+
+    Without a cap, the size of one layer: all that a layer needs comes in one call, and nothing else joins it.
+
+    Args:
+        blocks: the collectives of the stacked layers.
+        cap_mb: `bucket_cap_mb`, MiB of whole weights or gradients.
+    """
+    layer = blocks.layer().leaves
+    if cap_mb:
+        cap = int(cap_mb * 2**20)
+        return {"gathered": cap, "scattered": max(1, cap // layer[0].ranks)}
+    width = lambda dtype, leaf: jnp.dtype(dtype or leaf.dtype).itemsize
+    return {
+        "gathered": sum(math.prod(leaf.local_shape) * width(blocks.param_dtype, leaf) for leaf in layer),
+        "scattered": sum(math.prod(leaf.shard_local_shape) * width(blocks.grad_dtype, leaf) for leaf in layer),
+    }
