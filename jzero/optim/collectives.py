@@ -173,7 +173,7 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
     return sums
 
 
-def one_after_another(first: Any, then: Any) -> Any:
+def after(first: Any, then: Any) -> Any:
     """`then` as it is, but what is computed from one of its arrays waits for `first`.
 
     A barrier's results vary over every axis that one of its operands varies over. So an array waits for those arrays

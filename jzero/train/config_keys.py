@@ -225,7 +225,7 @@ class Model:
     rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this × tensor_model_parallel_size.", at_least=1
+        128, "The vocabulary is padded to a multiple of this, and of tensor_model_parallel_size.", at_least=1
     )
     do_layer_norm_weight_decay: bool = option(False, "Decay norms and biases too.")
     seed: int = option(1234, "Seed of weights, dropout and data order.", at_least=0, at_most=2**31 - 1)

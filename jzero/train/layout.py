@@ -149,7 +149,7 @@ class Layout:
         XLA's CPU runtime holds one of its threads per waiting collective. A collective outside a loop that depends on
         nothing in it could run beside those inside it, each device in its own order, until all threads wait.
         """
-        return collectives.one_after_another(first, then) if self.mesh.devices.flat[0].platform == "cpu" else then
+        return collectives.after(first, then) if self.mesh.devices.flat[0].platform == "cpu" else then
 
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
@@ -224,7 +224,8 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
     axis, replica = ("data", ("replica",)) if config.zero else (None, BATCH_AXES)
     stacked = lambda path: int(path.startswith(f"['{BLOCKS}']"))
     specs = jax.tree.map(model.tensor.spec, model.axes, is_leaf=lambda x: isinstance(x, tuple))
-    plan = make_plan(model.abstract, mesh, axis=axis, stacked=stacked, param_specs=specs)
+    plan = make_plan(model.abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
+    shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
     optim, sharded = config.model.optim, config.policy != "replicated"
     tx = distributed_fused_adam(
         learning_rate,
@@ -240,7 +241,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         stochastic_rounding=optim.stochastic_rounding,
         param_sync_dtype=None if sharded else config.param_sync_dtype,
         clip_norm=config.trainer.gradient_clip_val or None,
-        param_specs=plan.unflatten([leaf.shard_spec if sharded else leaf.param_spec for leaf in plan.leaves]),
+        param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
         stacked=stacked,
     )
     wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
