@@ -31,6 +31,7 @@ from jzero.parallel.tensor import AXIS, TensorParallel
 Block = Callable[[Any, Array, Array], Array]
 """One layer: (its weights, x [B, T, D], its number) -> x [B, T, D]."""
 
+_ALONE = TensorParallel()
 SUMMED = "projection"
 """The name (`jax.ad_checkpoint.checkpoint_name`) of what a block sums over the tensor axis and reads again later."""
 
@@ -53,7 +54,7 @@ class DataParallel:
     varying: tuple[str, ...]
     grad_dtype: Any
     param_dtype: Any = None
-    tensor: TensorParallel = TensorParallel()
+    tensor: TensorParallel = _ALONE
 
     def layer(self) -> DataParallel:
         """The same for one layer of stacked parameters."""
@@ -73,7 +74,7 @@ class DataParallel:
         return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
 
     def varies(self, leaf: Leaf) -> tuple[str, ...]:
-        """The axes over which a whole weight is marked as varying: those over which its gradient is still to be summed."""
+        """The axes over which a whole weight is marked as varying: its gradient is still to be summed over them."""
         return (*self.varying, *((AXIS,) if self.tensor.partial(leaf.axes) else ()))
 
     def scatter(self, grads: Any) -> Any:
@@ -88,7 +89,7 @@ class DataParallel:
         return self._map(lambda x, leaf: jax.lax.optimization_barrier((x, first))[0], shards)
 
     def complete(self, shards: Any) -> Any:
-        """Shards of the gradients that each tensor rank has a part of -> of the whole gradients, the same on every one."""
+        """Gradients' shards that are but a part of the sum on each tensor rank -> the sums, the same on every one."""
         flat, treedef = jax.tree.flatten(shards)
         parts = [i for i, leaf in enumerate(self.leaves) if self.tensor.partial(leaf.axes)]
         for i, whole in zip(parts, self.tensor.complete([flat[i] for i in parts]), strict=True):

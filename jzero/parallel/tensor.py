@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism: every collective over the mesh axis "tensor", and nothing else.
 
-Each rank holds a part of every matrix (Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053): some query groups
-with their heads, some feed-forward channels, some rows of the vocabulary. What lies between the matrices is whole on
-every rank, or, with sequence parallelism (Korthikanti et al., https://arxiv.org/abs/2205.05198), split by positions:
+Each rank holds a part of every matrix (Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053): some query
+groups with their heads, some feed-forward channels, some rows of the vocabulary. What lies between the matrices is
+whole on every rank, or, with sequence parallelism (Korthikanti et al., https://arxiv.org/abs/2205.05198), split by
+positions:
 
                                      whole                                 split by positions
     enter   before qkv, up, head     - ; backward: all-reduce              all-gather ; backward: reduce-scatter
@@ -51,8 +52,8 @@ class TensorParallel:
     Example:
         >>> TensorParallel().enter(jnp.ones((2, 8, 4))).shape
         (2, 8, 4)
-        >>> TensorParallel(4).spec(("layers", "embed", "ffn"))
-        PartitionSpec(None, None, 'tensor')
+        >>> TensorParallel(4).spec(("layers", "embed", "ffn")) == PartitionSpec(None, None, "tensor")
+        True
     """
 
     size: int = 1
@@ -152,8 +153,8 @@ class TensorParallel:
     def _check_length(self, length: int) -> None:
         if length % self.size:
             raise JzeroError(
-                f"sequence of {length} tokens: expected a multiple of model.tensor_model_parallel_size {self.size} with "
-                "model.sequence_parallel; pad it, or switch sequence_parallel off"
+                f"sequence of {length} tokens: expected a multiple of model.tensor_model_parallel_size {self.size} "
+                "with model.sequence_parallel; pad it, or switch sequence_parallel off"
             )
 
     def _check_tracking(self) -> None:

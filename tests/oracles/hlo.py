@@ -58,10 +58,9 @@ def _groups(line: str) -> Groups:
         return frozenset(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     assert counted, f"a collective without groups: {line[:200]}"
-    shape, sizes, order = (list(map(int, part.split(","))) if part else None for part in counted.groups())
-    assert shape and sizes
+    shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in counted.groups())
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return frozenset(map(tuple, (ids if order is None else ids.transpose(order)).reshape(shape).tolist()))
+    return frozenset(map(tuple, (ids.transpose(order) if order else ids).reshape(shape).tolist()))
 
 
 def loop_bodies(text: str) -> list[list[str]]:

@@ -22,8 +22,8 @@ Over the tensor axis, of N ranks, per layer and micro-batch, each of the activat
 The 2 further all-gathers are Megatron's: what was gathered is not kept. Where all is recomputed they come with it, and
 the layer's last sum is not needed again. Once per micro-batch: the embedding is summed as a layer's output is, the head
 begins as a layer does (and keeps what it gathered), and the losses need 3 all-reduces of [B, T]: the largest logit, the
-sum of the exponentials and the label's own logit. With sequence_parallel, gradients of what is not split over tensor are
-all-reduced over it, once a step, as shards. Squares of the split leaves' gradients take one scalar all-reduce.
+sum of the exponentials and the label's own logit. With sequence_parallel, gradients of what is not split over tensor
+are all-reduced over it, once a step, as shards. Squares of the split leaves' gradients take one scalar all-reduce.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ import math
 
 from oracles.stablehlo import Collective
 
-SPLIT = ("embedding/token", "head/weight", "qkv/weight", "qkv/bias", "out/weight", "up/weight", "up/bias", "down/weight")
+SPLIT = (
+    "embedding/token",
+    "head/weight",
+    "qkv/weight",
+    "qkv/bias",
+    "out/weight",
+    "up/weight",
+    "up/bias",
+    "down/weight",
+)
 """Ends of the paths of all that the tensor axis splits."""
 
 

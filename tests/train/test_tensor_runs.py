@@ -6,11 +6,13 @@ from jzero.train.config import load_config
 from jzero.train.loop import train
 from jzero.train.metrics import read_metrics
 
-KEYS = """
-trainer.precision=32 trainer.val_check_interval=2 trainer.limit_val_batches=1 exp_manager.checkpoint.every_n_steps=2
-model.global_batch_size=4 model.micro_batch_size=2 model.encoder_seq_length=16 model.num_layers=2 model.hidden_size=32
-model.num_attention_heads=4 model.optim.sched.max_steps=5 model.optim.sched.warmup_steps=1
-""".split()
+KEYS = [
+    "trainer={precision: 32, val_check_interval: 2, limit_val_batches: 1}",
+    "exp_manager.checkpoint.every_n_steps=2",
+    "model={global_batch_size: 4, micro_batch_size: 2, encoder_seq_length: 16}",
+    "model={num_layers: 2, hidden_size: 32, num_attention_heads: 4}",
+    "model.optim.sched={max_steps: 5, warmup_steps: 1}",
+]
 ONE = ["trainer.devices=1"]
 TENSOR = [
     "trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true",
