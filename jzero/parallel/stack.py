@@ -70,7 +70,7 @@ class DataParallel:
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
-        """Replicated weights, marked as varying so that their gradients stay this rank's own."""
+        """Weights or shards as they are, marked as varying so that their gradients stay this rank's own."""
         return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
 
     def varies(self, leaf: Leaf) -> tuple[str, ...]:
@@ -79,14 +79,12 @@ class DataParallel:
 
     def scatter(self, grads: Any) -> Any:
         """Full gradients of this rank -> float32 shards of the mean."""
-        return self._map(
-            lambda g, leaf: collectives.scatter(g, leaf, replica=self.replica, dtype=self.grad_dtype), grads
-        )
+        flat, treedef = jax.tree.flatten(grads)
+        return treedef.unflatten([self.scatter_one(g, i) for i, g in enumerate(flat)])
 
-    def after(self, first: Array, shards: Any) -> Any:
-        """The shards of weights that vary as `first` does; nothing is gathered from them before `first` is there."""
-        # one by one: a barrier's results vary over every axis that one of its operands varies over
-        return self._map(lambda x, leaf: jax.lax.optimization_barrier((x, first))[0], shards)
+    def scatter_one(self, grad: Array, number: int) -> Array:
+        """`scatter` for the parameter of this number, in flattening order."""
+        return collectives.scatter(grad, self.leaves[number], replica=self.replica, dtype=self.grad_dtype)
 
     def complete(self, shards: Any) -> Any:
         """Gradients' shards that are but a part of the sum on each tensor rank -> the sums, the same on every one."""
@@ -211,7 +209,7 @@ def backward(
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
     if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
-        layers = Layers(parallel.after(dy, layers.stacked), shards=True)
+        layers = Layers(collectives.after(dy, layers.stacked), shards=True)
 
     def add(sums: Any, i: Any, value: Any) -> Any:
         put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")
@@ -242,7 +240,10 @@ def backward(
     if first:  # the layer before which there is none to gather
         carry = one(jnp.int32(0), carry, ahead=False)
     dx, _, pending, sums = carry
-    return dx, add(sums, 0, per_layer.scatter(pending)) if scatter else sums
+    if not scatter:
+        return dx, sums
+    pending = collectives.after(sums, pending)  # or XLA merges the last two scatters, and both come late
+    return dx, add(sums, 0, per_layer.scatter(pending))
 
 
 def apply(
