@@ -39,7 +39,9 @@ def operation(instruction: Instruction) -> str:
     """The last part of JAX's name of an operation, else XLA's."""
     last = instruction.op_name.rsplit("/", 1)[-1].split(":")[-1].strip("()")
     target = instruction.attribute("custom_call_target") or ""
-    return last or ("matrix product" if target.startswith("__cublas") else target) or instruction.name
+    if target.startswith("__cublas"):  # JAX's name may be that of a transpose, which is part of the product
+        return last if "dot" in last else "matrix product"
+    return last or target or instruction.name
 
 
 def place(frames: list[Frame]) -> str:
