@@ -182,7 +182,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=110, color_system=None)
+        console = Console(width=130, color_system=None)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
