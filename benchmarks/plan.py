@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jzero import make_mesh
@@ -34,15 +35,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("overlap", "compile"))
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 4], help="per step and device")
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value, on top")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    rows = (
-        overlap(args.micro_batches, args.overrides)
-        if args.what == "overlap"
-        else compiling(args.rounds, args.overrides)
-    )
+    if args.what == "overlap":
+        rows = overlap(args.micro_batches, args.policies, args.overrides)
+    else:
+        rows = compiling(args.rounds, args.overrides)
     if args.json:
         args.json.write_text(json.dumps({"target": H100, "what": args.what, "rows": rows}, indent=2) + "\n")
 
@@ -50,13 +51,13 @@ def main() -> None:
 # --- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def overlap(micro_batches: list[int], overrides: list[str]) -> list[dict[str, Any]]:
+def overlap(micro_batches: list[int], policies: Sequence[str], overrides: list[str]) -> list[dict[str, Any]]:
     print(f"{'policy':18}{'micro-batches':>14}{'sum':>9}{'step ms':>10}{'exposed ms':>12}{'%':>7}", end="")
     print(f"{'scatter':>9}{'gather':>9}")
     rows = []
     for count in micro_batches:
         for accumulation in ("local", "sharded") if count > 1 else ("local",):
-            for policy in POLICIES:
+            for policy in policies:
                 keys = [
                     XLA, "model.micro_batch_size=8", f"model.global_batch_size={64 * count}",
                     f"model.optim.policy={policy}", f"model.optim.overlap_param_sync={policy != 'replicated'}",

@@ -214,7 +214,9 @@ def collective(
     started = instruction.opcode.endswith("-start") or instruction.opcode == "recv"
     synchronous = instruction.backend_config.get("collective_backend_config", {}).get("is_sync", False)
     seconds = collective_seconds(kind, size, members, target, domain)
-    return Collective(kind, groups.axis_name(members, mesh), size, started and not synchronous, seconds)
+    # the pairs of a permutation are no groups that could span an axis
+    axis = "+".join(groups.axes(members, mesh)) if "permute" in kind else groups.axis_name(members, mesh)
+    return Collective(kind, axis, size, started and not synchronous, seconds)
 
 
 def _find(
