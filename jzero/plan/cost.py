@@ -85,10 +85,10 @@ def kernel(module: Module, computation: Computation, instruction: Instruction, t
     arithmetic = sum(n / (target.rate(dtype) * target.efficiency) for n, dtype in products)
     moved = traffic(module, computation, instruction)
     seconds = max(arithmetic, moved / (target.bandwidth * MEMORY_EFFICIENCY)) + KERNEL_SECONDS
-    return Kernel(seconds, operations, moved, _moves(module, instruction))
+    return Kernel(seconds, operations, moved, moves(module, instruction))
 
 
-def _moves(module: Module, instruction: Instruction) -> bool:
+def moves(module: Module, instruction: Instruction) -> bool:
     """Whether nothing but single numbers (an index) is computed."""
     if instruction.opcode != "fusion":
         return instruction.opcode in MOVES
