@@ -131,8 +131,9 @@ def ranking(outcomes: list[Outcome], rows: int = 15) -> Table:
         f"{len(outcomes)} layouts: {len(fitting)} fit, {large} do not, {skipped} need more than one of those"
         + (f", {len(errors)} failed ({errors[0]})" if errors else "")
     )
-    for column in ("policy", "micro-batch", "checkpointing", "accumulation", "replica"):
-        table.add_column(column, justify="right" if column in ("micro-batch", "replica") else "left")
+    for column in ("policy", "micro-batch", "checkpointing", "accumulation", "replica", "tensor", "pipeline"):
+        words = column in ("policy", "checkpointing", "accumulation")
+        table.add_column(column, justify="left" if words else "right")
     for column in ("tokens/s", "step ms", "exposed %", "MFU %", "peak GiB"):
         table.add_column(column, justify="right")
     for o in fitting[:rows]:
@@ -145,7 +146,7 @@ def ranking(outcomes: list[Outcome], rows: int = 15) -> Table:
             f"{n['peak'] / GIB:.1f}",
         )
         chosen = (layout.policy, str(layout.micro_batch_size), layout.granularity or "none", layout.accumulation)
-        table.add_row(*chosen, str(layout.replica), *cells)
+        table.add_row(*chosen, str(layout.replica), str(layout.tensor), str(layout.pipeline), *cells)
     return table
 
 
