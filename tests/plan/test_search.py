@@ -38,7 +38,7 @@ def test_every_layout_is_a_valid_configuration(tmp_path):
 
 
 def test_the_axes_that_the_trainer_cannot_use_are_left_out():
-    """What its own check refuses is no layout; one layer makes no pipeline, 32 columns are too few for a tensor axis."""
+    """What its own check refuses is no layout; one layer makes no pipeline, 32 columns are too few to split."""
     assert {(x.tensor, x.pipeline, x.sequence) for x in layouts(TINY)} == {(1, 1, False)}
     wide = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, hidden_size=4096, num_attention_heads=32))
     for x in layouts(wide):
