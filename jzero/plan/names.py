@@ -35,6 +35,14 @@ def program(module: Module, instruction: Instruction) -> list[Frame]:
     return list(itertools.takewhile(lambda frame: not frame.file.startswith(_OWN), module.frames(instruction)))
 
 
+def kernel(module: Module, instruction: Instruction) -> str:
+    """A kernel in one word: its operation, or of a fusion without a name that of the last part with one."""
+    named = (i for i in [instruction, *_inside(module, instruction)] if i.op_name)
+    return (
+        operation(next(named, instruction)).removesuffix(".double_buffer_clone").removesuffix(".peeled_double_buffer")
+    )
+
+
 def operation(instruction: Instruction) -> str:
     """The last part of JAX's name of an operation, else XLA's."""
     last = instruction.op_name.rsplit("/", 1)[-1].split(":")[-1].strip("()")
