@@ -69,7 +69,9 @@ def short(frame: Frame) -> str:
 
 
 def loop(module: Module, instruction: Instruction) -> str:
-    """A loop by the function that most of its body comes from, and how often it runs: "backward x24"."""
+    """A loop by the function that it stands in, else the one that most of its body comes from: "backward ×24"."""
+    if own := program(module, instruction):
+        return f"{short(own[0])} ×{instruction.trip_count or '?'}"
     body = next(c for c in module.called(instruction) if c.name in (instruction.attribute("body") or ""))
     stacks = [program(module, i) for i in body.instructions]
     stacks = [list(dict.fromkeys(reversed(stack))) for stack in stacks if stack]  # outermost first

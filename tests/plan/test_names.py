@@ -81,3 +81,26 @@ def test_kernels_in_one_word(read, name, word):
 def test_without_tables_the_operation_is_all_there_is():
     bare = module('  ROOT %y = f32[1000]{0} negate(%x), metadata={op_name="jit(step)/while/body/neg"}')
     assert names.describe(bare, bare.entry, bare.entry.root) == "neg"
+
+
+def test_a_loop_is_named_after_the_function_that_it_stands_in(read):
+    """Not after that of its body: a backward pass runs what the forward pass made."""
+    lines = (
+        TABLES
+        + """
+
+%body (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %n = f32[1000]{0} negate(%p), metadata={op_name="jit(step)/neg" stack_frame_id=4}
+}
+ENTRY %main (x: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0} parameter(0)
+  %v = f32[1000]{0} while(%x), condition=%body, body=%body
+  ROOT %w = f32[1000]{0} while(%v), condition=%body, body=%body, metadata={op_name="jit(step)/while" \
+stack_frame_id=3}, backend_config={"known_trip_count":{"n":"24"}}
+}
+"""
+    )
+    loops = parse("HloModule m, is_scheduled=true, num_partitions=8\n" + lines)
+    assert names.loop(loops, loops.entry.by_name["w"]) == "step.loss ×24"
+    assert names.loop(loops, loops.entry.by_name["v"]) == "Block ×?"
