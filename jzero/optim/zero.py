@@ -282,7 +282,8 @@ class Zero:
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm or self.guard else None
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
             new, updates, state = self.guarded(shards, state, own, norm, extra, direct)
-            return self.gather(new, updates, params, plan, direct), state
+            with jax.named_scope("zero_gather"):
+                return self.gather(new, updates, params, plan, direct), state
 
         param_specs = [leaf.param_spec for leaf in plan.leaves]
         specs = self.specs(plan)
@@ -294,10 +295,11 @@ class Zero:
         self, values: list[Array], plan: Plan, kinds: Sequence[gradients.Kind], bound: Sequence[str]
     ) -> list[Array]:
         """Phase 1: every gradient as this rank's float32 shard of the mean."""
-        return [
-            gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
-            for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
-        ]
+        with jax.named_scope("zero_scatter"):
+            return [
+                gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
+                for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
+            ]
 
     def unscaled(self, shards: Sequence[Array], state: ZeroState) -> list[Array]:
         """The shards of the loss's own gradient, where the loss was scaled."""
@@ -307,7 +309,8 @@ class Zero:
         self, shards: list[Array], state: ZeroState, params: list[Array], norm: Any, extra: dict[str, Any], direct: bool
     ) -> tuple[list[Array], list[Array], ZeroState]:
         """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps."""
-        new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
+        with jax.named_scope("zero_update"):  # the phases' names in profiles
+            new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
         after = dataclasses.replace(after, guard=state.guard)
         if self.guard is None:
             return new, flat, after
