@@ -168,7 +168,8 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
     sums: dict[tuple[str, ...], Array] = {}
     for shard, leaf in zip(shards, leaves, strict=True):
         key = tuple(sorted(name for name in leaf.axes if name in bound))
-        square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
+        with jax.named_scope("zero_norm"):
+            square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
         sums[key] = sums[key] + square if key in sums else square
     return sums
 
@@ -195,8 +196,8 @@ def vary(x: Array, axes: Sequence[str]) -> Array:
 def _gather_along(x: Array, axis: str, dimension: int, to: Literal["varying", "invarying"]) -> Array:
     """All-gather along a dimension; where others lie before it, as whole shards one after the other, then in order.
 
-    NCCL puts shards one after the other. Left to itself XLA lays the *shard* out with `dimension` first, which takes the
-    update apart: new values go to memory in float32 and are read again.
+    NCCL puts shards one after the other. Left to itself XLA lays the *shard* out with `dimension` first, which takes
+    the update apart: new values go to memory in float32 and are read again.
     """
     if math.prod(x.shape[:dimension]) == 1:
         return jax.lax.all_gather(x, axis, axis=dimension, tiled=True, to=to)
