@@ -106,7 +106,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             shards = self.core.unscaled(shards, state)
             norm = collectives.global_norm(shards, state.plan.leaves)
         else:
-            *shards, norm = self.core.unscaled([*shards, norm], state)
+            both = self.core.unscaled([*shards, norm], state)
+            shards, norm = both[:-1], both[-1]
         new, _, state = self.core.guarded(shards, state, list(params), norm, extra, True)
         return new, state, norm
 
