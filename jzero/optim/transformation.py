@@ -102,14 +102,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
-        if norm is None:
-            shards = self.core.unscaled(shards, state)
-            norm = collectives.global_norm(shards, state.plan.leaves)
-        else:
-            both = self.core.unscaled([*shards, norm], state)
-            shards, norm = both[:-1], both[-1]
-        new, _, state = self.core.guarded(shards, state, list(params), norm, extra, True)
-        return new, state, norm
+        taken = collectives.global_norm(shards, state.plan.leaves) if norm is None else norm
+        both: list[Array] = self.core.unscaled([*shards, taken], state)
+        new, _, state = self.core.guarded(both[:-1], state, list(params), both[-1], extra, True)
+        return new, state, both[-1]
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.
