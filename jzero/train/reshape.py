@@ -72,9 +72,9 @@ def readable(wanted: Any, found: Any, leaves: Leaves) -> Any:
 
     def one(path: Any, want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         name = _name(path)
-        shape = saved.get(name, want.shape)
-        if shape == want.shape:
+        if name not in saved or saved[name] == want.shape:
             return want
+        shape: tuple[int, ...] = saved[name]
         base, part = _scaled_part(name, leaves)
         leaf = parameter_of(base, leaves)
         if leaf is None:
