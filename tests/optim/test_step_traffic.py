@@ -151,4 +151,4 @@ def test_what_the_order_of_results_costs(form):
     first, _, count = own_step(form, state_first=True)
     last, _, _ = own_step(form, state_first=False)
     assert traffic.copies(hlo.parse(first)) / count <= 0.01
-    assert traffic.copies(hlo.parse(last)) / count <= 10  # docs/optimizer.md
+    assert traffic.copies(hlo.parse(last)) / count <= 4  # docs/optimizer.md
