@@ -216,7 +216,7 @@ class Checkpoints:
         loaded = {name: loaded[name] for name in wanted}
         bits = fingerprints(loaded)
         self._together(lambda: _compare(record["fingerprints"], bits))
-        return to_wanted(loaded, wanted, self._leaves), record
+        return to_wanted(loaded, wanted, self._leaves, self._note), record
 
     def _open(self) -> ocp.training.Checkpointer:
         with disk_errors(f"checkpoints {self.folder}"):
