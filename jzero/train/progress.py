@@ -13,6 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here; the command line does, after the run has closed its files."""
+        raise BrokenPipeError
+
+
 class Reporter:
     """Prints for one run; a context manager around its steps.
 
@@ -28,7 +34,7 @@ class Reporter:
     """
 
     def __init__(self, *, total: int, every: int = 10, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+        self.console = console or _Console(highlight=False)
         self._total = total
         self._every = every
         self._times: deque[float] = deque(maxlen=20)
@@ -54,6 +60,10 @@ class Reporter:
     def note(self, text: str) -> None:
         """Prints one line."""
         self.console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Prints one line that should not be overlooked."""
+        self.console.print(f"warning: {text}", style="bold yellow", markup=False, soft_wrap=True)
 
     def table(self, rows: Iterable[tuple[str, str]]) -> None:
         """Prints a table of two columns."""
