@@ -118,6 +118,7 @@ class Run:
         self.val_step = 0  # of the last evaluation
         self.spoiled: int | None = None  # the first step whose loss or gradient was not finite
         self.metrics: Metrics | None = None
+        report.note(f"run folder: {folder.path}")
         self.checkpoints = open_checkpoints(config, folder.path, report.note, program.layout.plan)
         try:
             self.state, self.step = self._restore_or_init()
@@ -133,7 +134,6 @@ class Run:
             if self.folder.writer:
                 with disk_errors(f"run {self.folder.path}"):
                     write_atomic(self.folder.path / "config.yaml", to_yaml(self.config))
-            self.report.note(f"run folder: {self.folder.path}")
             self.report.table(self.program.summary())
             if self.step >= self.config.trainer.max_steps:
                 self.report.note(f"already finished: step {self.step} is the last; a larger trainer.max_steps goes on")
@@ -294,7 +294,6 @@ class Run:
             return True
         record = {
             **to_resume(self.config, self.step),
-            "mesh": dict(self.program.mesh.shape),
             "samples": self.step * self.batch_size,
             "val_loss": self.val_loss,
             "val_step": self.val_step,

@@ -101,7 +101,12 @@ def plain(section: Any) -> Record:
 
 def to_resume(config: Config, step: int) -> Record:
     """What a checkpoint says of the configuration that made it, for `what_changed`."""
-    return {"model": plain(config.model), "max_steps": config.trainer.max_steps, "next_lr": _next_lr(config, step)}
+    return {
+        "model": plain(config.model),
+        "mesh": config.mesh_shape,
+        "max_steps": config.trainer.max_steps,
+        "next_lr": _next_lr(config, step),
+    }
 
 
 def what_changed(record: Record, config: Config) -> list[str]:
@@ -125,6 +130,8 @@ def what_changed(record: Record, config: Config) -> list[str]:
             f"{batch_size}; the position in the data is a number of batches"
         )
     changed = [f"model.{key}" for key in changed_keys(record["model"], plain(config.model))]
+    meshes = zip(record["mesh"].items(), config.mesh_shape.values(), strict=True)
+    changed += [f"mesh ({axis} {size}, now {now})" for (axis, size), now in meshes if size != now]
     lines = [f"continuing from step {step}" + (f"; changed since: {', '.join(changed)}" if changed else "")]
     before, now = record["next_lr"], _next_lr(config, step)
     if abs(now - before) > 1e-6 * abs(before):

@@ -239,6 +239,12 @@ def test_a_longer_run_says_what_becomes_of_the_learning_rate(start, capsys):
     assert "learning rate of" not in capsys.readouterr().out
 
 
+def test_another_mesh_is_named_when_a_run_continues(start, capsys):
+    start("trainer.max_steps=4")
+    start("trainer.max_steps=4", "trainer.devices=2")
+    assert "continuing from step 4; changed since: mesh (data 4, now 2)\n" in capsys.readouterr().out
+
+
 def test_another_batch_size_cannot_continue(start):
     start("trainer.max_steps=3")
     message = r"^model.global_batch_size: expected 8 as in checkpoint 3, found 16; the position in the data is a number"
