@@ -130,16 +130,52 @@ def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:
     Each element counts once, whatever axes split its leaf: leaves are grouped by those axes, and each group's sum of
     squares is one scalar all-reduce. Padding is zero and adds nothing. Axes that no region binds are XLA's to sum over.
     """
+    total = jnp.float32(0)
+    for axes, value in _squares(shards, leaves).items():
+        total = total + (jax.lax.psum(vary(value, axes), axes) if axes else value)
+    return jnp.sqrt(total)
+
+
+def norm_and_totals(
+    shards: Sequence[Array], leaves: Sequence[Leaf], values: Sequence[Array], axes: Sequence[str]
+) -> tuple[Array, list[Array]]:
+    """`global_norm`, and the sums of float32 scalars over all ranks of `axes`, in one all-reduce over `axes`.
+
+    Leaves that other axes split too take one scalar all-reduce over those axes before it.
+
+    Args:
+        shards: gradient shards of a manual region over the whole mesh.
+        leaves: their plan.
+        values: scalars of this rank.
+        axes: the axes that split the batch.
+
+    Returns:
+        The norm, and a sum for each of `values`: float32 scalars, the same on every rank.
+    """
+    squares = jnp.float32(0)
+    for split, value in _squares(shards, leaves).items():
+        across = tuple(name for name in split if name not in axes)
+        value = jax.lax.psum(vary(value, across), across) if across else value
+        copies = math.prod(jax.lax.axis_size(name) for name in axes if name not in split)
+        squares = squares + value / copies
+    sums = jax.lax.psum(vary(jnp.stack([squares, *(vary(v, axes) for v in values)]), axes), tuple(axes))
+    return jnp.sqrt(sums[0]), list(sums[1:])
+
+
+def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str, ...], Array]:
+    """Sums of squares of this rank's shards, by the axes that split them."""
     bound = regions.bound_axes()
     sums: dict[tuple[str, ...], Array] = {}
     for shard, leaf in zip(shards, leaves, strict=True):
         key = tuple(sorted(name for name in leaf.axes if name in bound))
         square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
         sums[key] = sums[key] + square if key in sums else square
-    total = jnp.float32(0)
-    for axes, value in sums.items():
-        total = total + (jax.lax.psum(vary(value, axes), axes) if axes else value)
-    return jnp.sqrt(total)
+    return sums
+
+
+def one_after_another(first: Any, then: Any) -> tuple[Any, Any]:
+    """Both trees as they are; what is computed from `then` waits for all of `first`."""
+    return jax.lax.optimization_barrier((first, then))
 
 
 def total(values: Any, axes: Sequence[str]) -> Any:

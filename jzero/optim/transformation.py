@@ -82,7 +82,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return self.core.plan(params)
 
     def update_shards(
-        self, shards: Sequence[Array], state: ZeroState, params: Sequence[Array], **extra: Any
+        self,
+        shards: Sequence[Array],
+        state: ZeroState,
+        params: Sequence[Array],
+        *,
+        norm: Array | None = None,
+        **extra: Any,
     ) -> tuple[list[Array], ZeroState, Array]:
         """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
 
@@ -90,13 +96,17 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             shards: float32 mean-gradient shards, in the plan's order.
             state: this rank's part of the state.
             params: this rank's shards of the parameters, in the plan's order.
+            norm: the global norm of `shards`, where the caller has taken it; None: it is taken here.
             **extra: passed to the inner transformation.
 
         Returns:
             New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
-        shards = self.core.unscaled(shards, state)
-        norm = collectives.global_norm(shards, state.plan.leaves)
+        if norm is None:
+            shards = self.core.unscaled(shards, state)
+            norm = collectives.global_norm(shards, state.plan.leaves)
+        else:
+            *shards, norm = self.core.unscaled([*shards, norm], state)
         new, _, state = self.core.guarded(shards, state, list(params), norm, extra, True)
         return new, state, norm
 

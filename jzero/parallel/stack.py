@@ -77,12 +77,15 @@ class DataParallel:
         return treedef.unflatten([f(x, leaf) for x, leaf in zip(flat, self.leaves, strict=True)])
 
 
-class Layers(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layers:
     """The weights of all layers, whole or as shards."""
 
     stacked: Any  # each [L, ...]; or [L - 1, ...] where the last layer stands apart
     last: Any = None  # each [...]: the last layer's, where the first L - 1 came out of a scan without it
-    shards: bool = False  # whether they are shards, to be gathered layer by layer
+    # whether they are shards, to be gathered layer by layer
+    shards: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def count(self) -> int:

@@ -23,7 +23,7 @@ KERNEL_SECONDS = 2e-6
 COLLECTIVE_SECONDS, LINK_HOP_SECONDS, NETWORK_HOP_SECONDS = 10e-6, 2e-6, 5e-6
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "optimization-barrier",
-        "partition-id", "replica-id", "add-dependency", "domain"}  # fmt: skip
+        "partition-id", "replica-id", "add-dependency", "domain", "send", "recv"}  # fmt: skip
 """Instructions that run nothing."""
 
 MOVES = FREE | {"copy", "transpose", "reshape", "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "pad",
@@ -75,8 +75,11 @@ class Collective:
 
 def kernel(module: Module, computation: Computation, instruction: Instruction, target: Target) -> Kernel | None:
     """The cost of an instruction; None where it runs nothing or is a loop, a branch, or a collective."""
-    if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+    if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
         return None
+    if instruction.opcode == "async-start":  # a kernel on a stream of its own: counted as if it ran in turn
+        inside = module.called(instruction)[0]
+        return None if inside.root is None else kernel(module, inside, inside.root, target)
     products = list(_products(module, computation, instruction))
     operations = sum(n for n, _ in products)
     arithmetic = sum(n / (target.rate(dtype) * target.efficiency) for n, dtype in products)
@@ -89,14 +92,15 @@ def _moves(module: Module, instruction: Instruction) -> bool:
     """Whether nothing but single numbers (an index) is computed."""
     if instruction.opcode != "fusion":
         return instruction.opcode in MOVES
-    inner = [i for c in module.called(instruction) for i in c.instructions]
-    return all(i.opcode in MOVES or sum(a.size for a in i.arrays) <= 1 for i in inner)
+    single = lambda i: sum(a.size for a in i.arrays) <= 1
+    inner = [(c, i) for c in module.called(instruction) for i in c.instructions]
+    return all(i.opcode in MOVES or all(single(x) for x in [i, *c.operands(i)]) for c, i in inner)
 
 
 def _products(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[float, str]]:
     """Operations and type of each matrix product in an instruction, fusions entered."""
     target = instruction.attribute("custom_call_target") or ""
-    if instruction.opcode in ("fusion", "call", "async-start"):
+    if instruction.opcode in ("fusion", "call"):
         for callee in module.called(instruction):
             for inner in callee.instructions:
                 yield from _products(module, callee, inner)

@@ -270,7 +270,7 @@ def _written_value(module: Module, computation: Computation, i: Instruction) -> 
         return computation, i
     source = _through(inside, updates[0].operands[1])
     if source.opcode != "parameter":
-        return inside, source
+        return (inside, source) if names.program(module, source) else (computation, i)
     outer = computation.by_name[i.operands[int(source.literal)]]
     while outer.opcode in ("bitcast", "get-tuple-element"):
         outer = computation.by_name[outer.operands[0]]

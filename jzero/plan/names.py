@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import PurePath
 
 from jzero.plan.hlo import Computation, Frame, Instruction, Module
+
+_OWN = str(PurePath(__file__).parent)
 
 
 def describe(module: Module, computation: Computation, instruction: Instruction) -> str:
@@ -16,16 +19,20 @@ def describe(module: Module, computation: Computation, instruction: Instruction)
         the caller's line. What the compiler made up is named after what it is made from ("copy of ..."), or made for.
     """
     for source in [instruction, *_inside(module, instruction)]:
-        frames = module.frames(source)
-        if source.op_name and frames:
+        if source.op_name and (frames := program(module, source)):
             return f"{operation(source)} in {place(frames)}"
     if instruction.opcode == "copy":
         source = _source(computation, instruction)
         return instruction.name if source is None else f"copy of {describe(module, computation, source)}"
     for user in _readers(computation, instruction):
-        if module.frames(user) and user.op_name:
-            return f"{operation(instruction)} for {operation(user)} in {place(module.frames(user))}"
+        if user.op_name and (frames := program(module, user)):
+            return f"{operation(instruction)} for {operation(user)} in {place(frames)}"
     return operation(instruction)
+
+
+def program(module: Module, instruction: Instruction) -> list[Frame]:
+    """The Python stack that made an instruction, without the planner and what called it; [] where nothing is left."""
+    return list(itertools.takewhile(lambda frame: not frame.file.startswith(_OWN), module.frames(instruction)))
 
 
 def operation(instruction: Instruction) -> str:
@@ -54,7 +61,7 @@ def short(frame: Frame) -> str:
 def loop(module: Module, instruction: Instruction) -> str:
     """A loop by the function that most of its body comes from, and how often it runs: "backward x24"."""
     body = next(c for c in module.called(instruction) if c.name in (instruction.attribute("body") or ""))
-    stacks = [module.frames(i) for i in body.instructions]
+    stacks = [program(module, i) for i in body.instructions]
     stacks = [list(dict.fromkeys(reversed(stack))) for stack in stacks if stack]  # outermost first
     common = collections.Counter(frame for stack in stacks for frame in stack)
     shared = [f for f in max(stacks, key=len, default=[]) if common[f] >= 0.6 * len(stacks)]

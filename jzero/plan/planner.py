@@ -15,7 +15,7 @@ from jzero.plan import targets
 from jzero.plan.advice import advise, advise_config
 from jzero.plan.compile import compile_step
 from jzero.plan.result import Report, make_report
-from jzero.train.config import Config
+from jzero.train.config import Config, gpt_config
 from jzero.train.config_check import validate
 
 
@@ -104,13 +104,14 @@ def plan(config: Config, target: str, devices: int | None = None, hosts: int | N
     """
     targets.find(target)
     config = on_devices(config, devices, hosts)
-    config, notes = _attention(config)
+    vocab_size = vocabulary(config)
+    config, notes = _attention(config, vocab_size)
     from jzero.train.step import build_program  # imports Flax
 
     gpus = targets.devices(target, config.num_devices, config.trainer.num_nodes)
     sizes = config.mesh_shape
     mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=gpus)
-    program = build_program(config, mesh, vocabulary(config))
+    program = build_program(config, mesh, vocab_size)
     compiled = compile_step(
         program.step,
         (program.abstract, program.abstract_batch()),
@@ -170,13 +171,14 @@ def model_flops(config: Config, abstract: Any) -> float:
     return float(per_token) * m.global_batch_size * m.encoder_seq_length
 
 
-def _attention(config: Config) -> tuple[Config, list[str]]:
+def _attention(config: Config, vocab_size: int | None) -> tuple[Config, list[str]]:
     """The configuration that can be compiled here, and what that changes."""
-    model = config.model
-    flash = model.attention_implementation == "cudnn" or (
-        model.attention_implementation == "auto" and config.param_dtype.itemsize == 2 and not model.attention_dropout
-    )
-    if not flash or targets.cudnn_available():
+    from jzero.models.attention import flash_attention_fits  # imports Flax, with the package around it
+
+    model, architecture = config.model, gpt_config(config, vocab_size)
+    fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, "gpu")
+    auto = model.attention_implementation == "auto" and fits and not architecture.attention_dropout
+    if not (auto or model.attention_implementation == "cudnn") or targets.cudnn_available():
         return config, []
     note = (
         "compiled with XLA's attention, as cuDNN is not installed here; this is not what the run would use: flash "

@@ -3,7 +3,7 @@
     kernel         the kernel stream advances by its time
     start          the collective queues behind those that were started before
     done           the kernel stream waits until that collective has ended; the wait is exposed
-    synchronous    the kernel stream waits for all of it
+    synchronous    a start and its done in one: the kernel stream waits for it, and for those before it
 
 A kernel that only moves numbers (a copy, a fill, a transpose) hides nothing: while it runs no collective advances. So
 the time of a step is exactly kernels + exposed, and a schedule does not look better for copies that it makes. Loops are
@@ -106,6 +106,7 @@ class _Player:
         self.flow = Dataflow(module)
         self.costs: dict[Site, Kernel | Collective | None] = {}
         self.calls: dict[Site, Call] = {}
+        self.lengths: dict[str, float] = {}  # of branches, by name
         self.kernels: dict[Site, float] = collections.defaultdict(float)
         self.sums = dict.fromkeys(("compute", "moves", "exposed", "operations"), 0.0)
         self.wall = 0.0  # seconds since the start of the step
@@ -158,16 +159,12 @@ class _Player:
         call = self.calls.setdefault(site, Call(site, found, loops))
         call.count += 1
         call.seconds += found.seconds
-        if found.asynchronous:
-            begin = max(self.clock, self.link_free)
-            self.link_free = begin + found.seconds
-            self.flights[site].append(_Flight(call, begin, self.link_free, len(self.ran)))
-        else:
-            call.exposed += found.seconds
-            self.sums["exposed"] += found.seconds
-            self.events.append(Event("collective", site, self.wall, self.wall + found.seconds, tuple(self.loops)))
-            self.advance("wait", site, found.seconds)
-            self.link_free = max(self.link_free, self.clock)
+        begin = max(self.clock, self.link_free)
+        self.link_free = begin + found.seconds
+        flight = _Flight(call, begin, self.link_free, len(self.ran))
+        self.flights[site].append(flight)
+        if not found.asynchronous:
+            self.land(flight)
 
     def done(self, computation: Computation, instruction: Instruction) -> None:
         waiting = [f for site in self.flow.starts(computation, instruction) for f in self.flights.get(site, [])]
@@ -214,9 +211,11 @@ class _Player:
         self.play(max(candidates, key=self.length))
 
     def length(self, computation: Computation) -> float:
-        alone = _Player(self.module, self.target, self.mesh, self.domain)
-        alone.play(computation)
-        return alone.wall
+        if computation.name not in self.lengths:
+            alone = _Player(self.module, self.target, self.mesh, self.domain)
+            alone.play(computation)
+            self.lengths[computation.name] = alone.wall
+        return self.lengths[computation.name]
 
     def loop(self, computation: Computation, instruction: Instruction) -> None:
         body = self.module.computations[(instruction.attribute("body") or "").lstrip("%")]

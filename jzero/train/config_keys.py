@@ -167,7 +167,9 @@ class Optim:
         "null follows overlap_param_sync: gather_on_forward if true, else replicated.",
         choices=("replicated", "gather_on_forward", "gather_twice"),
     )
-    bucket_cap_mb: float = option(100.0, "Largest collective that XLA may combine smaller ones into, in MB.", above=0)
+    bucket_cap_mb: float | None = option(
+        None, "Size in MiB up to which XLA merges small collectives on GPUs; null: that of one layer.", above=0
+    )
     master: str = option(
         "auto",
         "What is kept beside the parameters: an fp32 copy, the 16 bits that bf16 lacks (remainder: the same numbers as "

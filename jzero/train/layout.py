@@ -17,6 +17,7 @@ from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.stack import DataParallel, Layers
 from jzero.train.config import Config
+from jzero.train.xla_options import compiler_options
 
 BLOCKS = "blocks"
 
@@ -140,6 +141,14 @@ class Layout:
             return Weights(self.outer.whole(outer, "invarying"), Layers(blocks, shards=True))
         return Weights(outer, Layers(blocks))
 
+    def in_order(self, first: Any, then: Any) -> Any:
+        """`then`; on CPU, what uses it waits for all of `first`.
+
+        XLA's CPU runtime holds one of its threads per waiting collective. A collective outside a loop that depends on
+        nothing in it could run beside those inside it, each device in its own order, until all threads wait.
+        """
+        return collectives.one_after_another(first, then)[1] if self.mesh.devices.flat[0].platform == "cpu" else then
+
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
 
@@ -238,22 +247,25 @@ def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
-        compiler_options=compiler_options(mesh, optim.bucket_cap_mb),
+        compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
     )
 
 
-def compiler_options(mesh: Mesh, bucket_cap_mb: float) -> dict[str, Any]:
-    """XLA options of the step on this kind of device; none on CPU, which has no combiner and no such scheduler.
+def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:
+    """Up to which sizes small collectives are merged: of whole weights gathered, and of gradient shards scattered.
 
-    `bucket_cap_mb` becomes the size up to which XLA merges small collectives of a kind into one.
+    Without a cap, the size of one layer: all that a layer needs comes in one call, and nothing else joins it.
+
+    Args:
+        blocks: the collectives of the stacked layers.
+        cap_mb: `bucket_cap_mb`, MiB of whole weights or gradients.
     """
-    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-        return {}
-    threshold = int(bucket_cap_mb * 2**20)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    layer = blocks.layer().leaves
+    if cap_mb:
+        cap = int(cap_mb * 2**20)
+        return {"gathered": cap, "scattered": max(1, cap // layer[0].ranks)}
+    width = lambda dtype, leaf: jnp.dtype(dtype or leaf.dtype).itemsize
     return {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,  # or weights gathered ahead are copied once a layer
-        "xla_gpu_enable_triton_gemm": False,  # cuBLAS: Triton's tiles do not fit every shape when nothing can be timed
-        **{f"xla_gpu_{kind}_combine_threshold_bytes": threshold for kind in kinds},
+        "gathered": sum(math.prod(leaf.local_shape) * width(blocks.param_dtype, leaf) for leaf in layer),
+        "scattered": sum(math.prod(leaf.shard_local_shape) * width(blocks.grad_dtype, leaf) for leaf in layer),
     }

@@ -66,6 +66,7 @@ def accumulate_gradients(
 
         (loss, sums), _ = jax.lax.scan(body, (loss, sums), jnp.arange(first, last))
     if local:
+        weights = layout.in_order((loss, sums), weights)
         value, sums, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), sums))
         loss = loss + value
     return loss, layout.join(*sums)
@@ -86,6 +87,7 @@ def _micro_batch(
     # the lookup's gradient adds up in float32: frequent tokens get many small contributions
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
     x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), wide)
+    x = layout.in_order(weights.outer, x)
     x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered)
 
     def weighted_loss(outer: Any, x: Array) -> Array:
@@ -99,5 +101,5 @@ def _micro_batch(
     if finish.local:
         d_outer = jax.tree.map(jnp.add, local[0], d_outer)
     if finish.scatter:
-        d_outer = layout.outer.scatter(d_outer)
+        d_outer = layout.outer.scatter(layout.in_order((dx, blocks), d_outer))
     return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), saved.layers

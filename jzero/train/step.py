@@ -155,14 +155,21 @@ class Program:
         batch["sample"] = (
             state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
         )
-        tokens = collectives.total(jnp.sum(batch["loss_mask"]), BATCH_AXES)
-        # the gradient of this rank's own mean loss: the scatter takes the mean over the ranks
-        batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
+        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
+        # then sums all three scalars, and no collective runs beside the loop over the layers.
+        positions = batch["loss_mask"].size
+        batch["weight"] = batch["loss_mask"] / positions
         loss, grads = accumulate_gradients(self.model, self.layout, state.params, batch, self.config.num_micro_batches)
-        own = self.layout.own_shards(state.params)
-        new, opt, norm = self.layout.tx.update_shards(jax.tree.leaves(grads), state.opt, own)
+        shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
+        norm, (loss, tokens) = collectives.norm_and_totals(
+            shards, self.layout.plan.leaves, [loss, jnp.sum(batch["loss_mask"])], BATCH_AXES
+        )
+        per_token = positions * ranks / jnp.maximum(tokens, 1.0)
+        new, opt, norm = self.layout.tx.update_shards(
+            [g * per_token for g in shards], state.opt, own, norm=norm * per_token
+        )
         metrics = {
-            "loss": collectives.total(loss, BATCH_AXES) / ranks,
+            "loss": loss / ranks * per_token,
             "grad_norm": norm,
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
@@ -172,7 +179,7 @@ class Program:
         weights = self.layout.start(params)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks)
+        x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
         losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
         return collectives.total((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
 
@@ -180,6 +187,7 @@ class Program:
         weights, batch = self.layout.start_everywhere(params), {"tokens": tokens}
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+        x = self.layout.in_order(weights.outer, x)
         x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying")
         return self.model.logits(weights.outer, x)
 

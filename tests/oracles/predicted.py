@@ -9,7 +9,7 @@ Per leaf of n elements on a rank (padded to a multiple of the data axis) and M m
 
 A layer's leaf counts once per layer. The last layer's backward pass follows its forward pass: its weights are gathered
 once; the bias that a layer adds last is not needed in its backward pass at all. With replicas each reduce-scatter is
-followed by an all-reduce of the shard. On top there are three scalar all-reduces: number of tokens, loss, norm.
+followed by an all-reduce of the shard. On top there is one all-reduce of three scalars: norm, loss, number of tokens.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             again = 0 if path[1:] == ("mlp", "down", "bias") else layers - 1
             twice = policy == "gather_twice" and path[0] == "blocks"
             add((layers + again) * count if twice else layers, "all-gather", reduced, dtype, padded)
-    add(2, "all-reduce", batch_axes, "f32", 1)
-    if zero:
-        add(1, "all-reduce", ("data",), "f32", 1)
+    add(1, "all-reduce", batch_axes, "f32", 3)
     return found
 
 

@@ -116,6 +116,32 @@ def test_what_counts_as_a_copy(inner, moves):
     assert kernel("%y = f32[1000]{0} fusion(%x), kind=kLoop, calls=%f", others).moves == moves
 
 
+def test_a_sum_down_to_one_number_is_no_copy():
+    others = """%f (p: f32[1000]) -> f32[] {
+  %p = f32[1000]{0} parameter(0)
+  %z = f32[] constant(0)
+  ROOT %r = f32[] reduce(%p, %z), dimensions={0}, to_apply=%add
+}
+%g (i: s32[]) -> s32[] {
+  %i = s32[] parameter(0)
+  ROOT %j = s32[] add(%i, %i)
+}
+"""
+    assert not kernel("%y = f32[] fusion(%x), kind=kInput, calls=%f", others).moves
+    read = module("  %i = s32[] bitcast(%x)\n  ROOT %y = s32[] fusion(%i), kind=kLoop, calls=%g", others)
+    assert cost.kernel(read, read.entry, read.entry.root, GPU).moves  # an index
+
+
+def test_a_kernel_on_a_stream_of_its_own_costs_what_it_runs():
+    others = """%f (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %r = f32[1000]{0} multiply(%p, %p)
+}
+"""
+    found = kernel("%y = ((f32[1000]{0}), f32[1000]{0}) async-start(%x), calls=%f", others)
+    assert (found.bytes, found.moves) == (12000, False)
+
+
 def collective(line: str, others: str = "", domain: int = 8, partitions: int = 8):
     read = module(f"  ROOT {line}", others, partitions)
     return cost.collective(
@@ -136,6 +162,8 @@ HOPS = cost.COLLECTIVE_SECONDS + 3 * cost.LINK_HOP_SECONDS
         (f"%y = f32[1000]{{0}} all-reduce(%x), {IOTA}", "all-reduce", "data", 4000, 6e-6 + HOPS + 6e-6),
         (f"%y = f32[1000]{{0}} all-to-all(%x), replica_groups={TENSOR}", "all-to-all", "tensor", 4000, 2e-6 + 12e-6),
         (f"%y = f32[1000]{{0}} collective-permute(%x), {PAIRS}", "collective-permute", "data (part)", 4000, 16e-6),
+        (f"%y = f32[1000]{{0}} ragged-all-to-all(%x), replica_groups={TENSOR}", "ragged-all-to-all", "tensor", 4000,
+         14e-6),
     ],
 )  # fmt: skip
 def test_synchronous_collectives(line, kind, axis, size, seconds):

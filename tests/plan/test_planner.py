@@ -2,17 +2,21 @@
 
 import collections
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from oracles import hlo, predicted
+from test_unrolled import agree
 
 from jzero import JzeroError, distributed_fused_adam, make_mesh
 from jzero.plan import TARGETS, Report, available, devices, plan, report, targets
+from jzero.plan.hlo import parse, walk
 from jzero.train.config import Config, Model, Optim, Trainer
 from jzero.train.step import build_program
 
@@ -108,6 +112,21 @@ def test_times_add_up(planned):
     assert found.mfu == pytest.approx(flops / 8 / (found.step_ms / 1e3) / 989.4e12)
 
 
+def test_a_machine_that_unrolls_the_loops_waits_as_long(planned):
+    _, found = planned
+    agree(found.text, TARGETS[H100], found.mesh)
+
+
+@pytest.mark.slow
+def test_the_trainer_compiles_what_was_planned():
+    """The same schedule, and so the same options of the compiler."""
+    conf = configuration(num_layers=1)
+    found, program = plan(conf, H100), program_of(conf)
+    text = program.step.lower(program.abstract, program.abstract_batch()).compile().as_text()
+    schedule = lambda module: [(i.opcode, i.shape, c.name, n) for i, c, n in walk(module, module.entry)]
+    assert schedule(parse(text)) == schedule(found.module)
+
+
 def test_json_has_the_documented_keys_and_only_json_values(planned):
     import json
 
@@ -188,6 +207,33 @@ def test_a_step_with_an_optimizer_of_ones_own_is_read():
     assert found.memory.optimizer == pytest.approx(opt_bytes, rel=0.01)
     assert found.tokens_per_second == pytest.approx(4096 / found.step_ms * 1e3)
     assert "all-gather" in {use.kind for use in found.collectives}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_plain_optax_step_is_read(kind):
+    """Data parallel under `jit`, jitted by the user: the compiler reduces the gradients, nothing is sharded."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=devices(H100, 8))
+    tx = optax.adamw(1e-3)
+    params = {"w": of(mesh, (1024, 512), dtype=jnp.float32), "b": of(mesh, (512,), dtype=jnp.float32)}
+
+    def mean_square(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        updates, opt_state = tx.update(jax.grad(mean_square)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = jax.eval_shape(tx.init, params)
+    found = report(step, params, opt_state, of(mesh, (4096, 1024), "data", dtype=jnp.float32), target=H100)
+    count = 1024 * 512 + 512
+    assert found.memory.parameters == 4 * count
+    assert found.memory.outputs < 100  # XLA's table of the results
+    assert found.memory.optimizer == 2 * 4 * count + 4  # moments, and an int32 count
+    assert found.memory.batch == 4 * 4096 * 1024 // 8
+    assert {(use.kind, use.axis) for use in found.collectives} == {("all-reduce", "data")}
+    assert sum(use.bytes for use in found.collectives) == 4 * count
+    assert found.model_flops == 2 * 2 * (4096 // 8) * 1024 * 512  # no gradient of the batch
 
 
 def test_results_that_replace_nothing_are_advised_to():

@@ -248,3 +248,26 @@ def test_an_unfinished_collective_is_awaited_at_the_end():
 def test_the_hand_written_numbers_follow_from_the_module():
     read = module(multiply("m", "x").replace("%m", "ROOT %m"))
     assert cost.traffic(read, read.entry, read.entry.root) == 12000
+
+
+def test_a_synchronous_collective_waits_for_those_before_it_and_hides_none():
+    gather = FORMS["all-gather-start"]
+    found = timeline(
+        f"{gather[0]}\n  %r = f32[1000]{{0}} all-reduce(%x), {DATA}, to_apply=%add\n"
+        f"{gather[1].replace('%d', 'ROOT %d')}"
+    )
+    first, second = found.calls
+    assert (first.hidden, second.hidden) == pytest.approx((0.0, 0.0))
+    assert found.seconds == pytest.approx(first.seconds + second.seconds)
+
+
+def test_what_is_sent_counts_once():
+    """A send and its recv are one transfer, and neither is a kernel."""
+    pairs = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,2},{2,4}}}"
+    found = timeline(
+        f"  %t = token[] after-all()\n  %r = (f32[1000]{{0}}, u32[], token[]) recv(%t), {pairs}\n"
+        f"  %s = (f32[1000]{{0}}, u32[], token[]) send(%x, %t), {pairs}\n{multiply('m', 'x')}\n"
+        "  %sd = token[] send-done(%s)\n  ROOT %d = (f32[1000]{0}, token[]) recv-done(%r)"
+    )
+    assert [(c.collective.kind, c.collective.bytes, c.count) for c in found.calls] == [("collective-permute", 4000, 1)]
+    assert (found.compute, found.moves) == (pytest.approx(KERNEL), 0.0)
