@@ -385,6 +385,12 @@ def test_vocabulary():
 # The reference page
 
 
+def test_the_run_folder_may_be_in_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["exp_manager.exp_dir=~/runs", "exp_manager.name=a/b"]
+    assert load_config(None, overrides).run_folder == Path("/home/me/runs/a/b")
+
+
 def test_reference_page_is_up_to_date():
     command = [sys.executable, "-m", "jzero.train.config"]
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
