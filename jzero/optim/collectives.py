@@ -173,9 +173,9 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
     return sums
 
 
-def one_after_another(first: Any, then: Any) -> tuple[Any, Any]:
-    """Both trees as they are; what is computed from `then` waits for all of `first`."""
-    return jax.lax.optimization_barrier((first, then))
+def after(first: Any, then: Any) -> Any:
+    """`then`, a tree of arrays, whose users wait for all of `first`; it varies over the axes of both."""
+    return jax.lax.optimization_barrier((first, then))[1]
 
 
 def total(values: Any, axes: Sequence[str]) -> Any:

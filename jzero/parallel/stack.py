@@ -63,14 +63,17 @@ class DataParallel:
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
-        """Replicated weights, marked as varying so that their gradients stay this rank's own."""
+        """Weights or shards as they are, marked as varying so that their gradients stay this rank's own."""
         return self._map(lambda x, leaf: collectives.vary(x, self.varying), weights)
 
     def scatter(self, grads: Any) -> Any:
         """Full gradients of this rank -> float32 shards of the mean."""
-        return self._map(
-            lambda g, leaf: collectives.scatter(g, leaf, replica=self.replica, dtype=self.grad_dtype), grads
-        )
+        flat, treedef = jax.tree.flatten(grads)
+        return treedef.unflatten([self.scatter_one(g, i) for i, g in enumerate(flat)])
+
+    def scatter_one(self, grad: Array, number: int) -> Array:
+        """`scatter` for the parameter of this number, in flattening order."""
+        return collectives.scatter(grad, self.leaves[number], replica=self.replica, dtype=self.grad_dtype)
 
     def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
         flat, treedef = jax.tree.flatten(tree)
@@ -217,7 +220,10 @@ def backward(
     if first:  # the layer before which there is none to gather
         carry = one(jnp.int32(0), carry, ahead=False)
     dx, _, pending, sums = carry
-    return dx, add(sums, 0, per_layer.scatter(pending)) if scatter else sums
+    if not scatter:
+        return dx, sums
+    pending = collectives.after(sums, pending)  # or XLA merges the last two scatters, and both come late
+    return dx, add(sums, 0, per_layer.scatter(pending))
 
 
 def apply(

@@ -101,5 +101,5 @@ def _micro_batch(
     if finish.local:
         d_outer = jax.tree.map(jnp.add, local[0], d_outer)
     if finish.scatter:
-        d_outer = layout.outer.scatter(layout.in_order((dx, blocks), d_outer))
+        d_outer = layout.scatter_outer(layout.in_order((dx, blocks), d_outer), blocks)
     return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), saved.layers

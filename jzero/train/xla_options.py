@@ -17,6 +17,8 @@ GPU: dict[tuple[int, ...], dict[str, Any]] = {
         # this estimator takes writing a layer's residuals for writing those of all layers, and so puts a gather that
         # the next iteration needs behind everything that could have hidden it
         "xla_gpu_enable_analytical_sol_latency_estimator": False,
+        # with one at a time, the gather of the next weights and the scatter of the last gradient wait for each other
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
         "xla_gpu_enable_while_loop_double_buffering": True,  # or weights gathered ahead are copied once a layer
         "xla_gpu_enable_triton_gemm": False,  # cuBLAS: Triton's tiles do not fit every shape when nothing can be timed
     },
