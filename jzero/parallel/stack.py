@@ -205,8 +205,8 @@ def backward(
         scatter: reduce each layer's gradient to this rank's shard; otherwise sum it locally.
 
     Returns:
-        Cotangent of the input [B, T, D]; the new sums; where `scatter`, the first layer's gradient, which `scatter_first`
-        is to reduce, else None.
+        Cotangent of the input [B, T, D]; the new sums; the first layer's gradient, which `scatter_first` is to reduce
+        (None where nothing is scattered).
     """
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
