@@ -138,14 +138,14 @@ class Leaf:
 
     def layer(self) -> Leaf:
         """The plan of one layer of a stacked leaf."""
-        if self.stacked != 1:
-            raise ValueError(f"{self.path}: expected a leaf with one stacked dimension, found {self.stacked}")
+        if not self.stacked:
+            raise ValueError(f"{self.path}: expected a leaf with stacked dimensions, found none")
         return dataclasses.replace(
             self,
-            shape=self.shape[1:],
-            spec=self.spec[1:],
-            others=self.others[1:],
-            split=None if self.split is None else self.split - 1,
+            shape=self.shape[self.stacked :],
+            spec=self.spec[self.stacked :],
+            others=self.others[self.stacked :],
+            split=None if self.split is None else self.split - self.stacked,
             stacked=0,
         )
 

@@ -173,7 +173,7 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
         following = whole(layers.at(i + 1)) if layers.shards else None
         weights = gathered if layers.shards else layers.at(i)
         y, vjp = jax.vjp(lambda w, x: block(w, x, i), weights, x)
-        residuals, put_together = _take_apart(vjp, weights)
+        residuals, put_together = take_apart(vjp, weights)
         rebuild.append(put_together)
         return (y, following), (residuals, weights if layers.shards and keep else None)
 
@@ -221,15 +221,15 @@ def backward(
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = gathered if layers.shards else layers.at(i)
         if scatter:
-            sums = _add(sums, i + 1, per_layer.scatter(pending))
+            sums = add(sums, i + 1, per_layer.scatter(pending))
         assert saved.rebuild is not None
         dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
         if scatter:
             return dx, earlier, finish(i, dw), sums
-        return dx, earlier, None, _add(sums, i, dw)
+        return dx, earlier, None, add(sums, i, dw)
 
     dw, dx = saved.last(dy)
-    pending, sums = (finish(final, dw), sums) if scatter else (None, _add(sums, final, dw))
+    pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
     carry, first = (dx, gathered, pending, sums), int(layers.shards and final > 0)
     if final > first:
@@ -251,10 +251,11 @@ def scatter_first(sums: Any, pending: Any, parallel: DataParallel, behind: Any) 
         behind: arrays whose computation hides the reduce-scatter.
     """
     pending = collectives.after(sums, pending)  # or XLA merges the last two scatters, and both come late
-    return _add(sums, 0, parallel.layer().scatter(pending, behind))
+    return add(sums, 0, parallel.layer().scatter(pending, behind))
 
 
-def _add(sums: Any, i: Any, value: Any) -> Any:
+def add(sums: Any, i: Any, value: Any) -> Any:
+    """Float32 sums stacked along their first dimension, with `value` added to entry i."""
     put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")
     return jax.tree.map(put, sums, value)
 
@@ -277,14 +278,22 @@ def at(stacked: Any, i: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked)
 
 
-def _take_apart(vjp: Any, weights: Any) -> tuple[list[Array], Callable[..., Any]]:
-    """A VJP's own arrays, and how to put it together again from the weights and those arrays."""
+def take_apart(vjp: Any, known: Any) -> tuple[list[Array], Callable[..., Any]]:
+    """A VJP's own arrays, and how to put it together again from the known ones and those.
+
+    Args:
+        vjp: second result of `jax.vjp`.
+        known: a tree of arrays that the backward pass will have anyway: weights, and whatever else it can get.
+
+    Returns:
+        The arrays that are not known; a function (known, those arrays) -> VJP.
+    """
     flat, treedef = jax.tree.flatten(vjp)
-    position = {id(w): i for i, w in enumerate(jax.tree.leaves(weights))}
-    weight_at = [position.get(id(x)) for x in flat]
+    position = {id(w): i for i, w in enumerate(jax.tree.leaves(known))}
+    known_at = [position.get(id(x)) for x in flat]
 
-    def rebuild(weights: Any, values: Sequence[Array]) -> Callable[[Array], tuple[Any, Array]]:
-        own, full = iter(values), jax.tree.leaves(weights)
-        return jax.tree.unflatten(treedef, [next(own) if at is None else full[at] for at in weight_at])
+    def rebuild(known: Any, values: Sequence[Array]) -> Callable[[Array], tuple[Any, Array]]:
+        own, full = iter(values), jax.tree.leaves(known)
+        return jax.tree.unflatten(treedef, [next(own) if at is None else full[at] for at in known_at])
 
-    return [x for x, at in zip(flat, weight_at, strict=True) if at is None], rebuild
+    return [x for x, at in zip(flat, known_at, strict=True) if at is None], rebuild

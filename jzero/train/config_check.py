@@ -4,7 +4,6 @@ import dataclasses
 
 from jzero.errors import JzeroError
 from jzero.train.config import Config, gpt_config
-from jzero.train.options import show
 from jzero.train.schedule import schedule
 
 
@@ -27,28 +26,17 @@ def validate(config: Config, n_devices: int | None = None) -> Config:
         >>> validate(load_config(None, ["trainer.devices=-1"]), 2).num_devices
         2
     """
-    _unsupported(config)
     config = _devices(config, n_devices)
     _layout(config)
     _sequence(config)
     _batch(config)
+    _pipeline(config)
     _model(config)
     _precision(config)
     _optimizer(config)
     _data(config)
     schedule(config)
     return config
-
-
-def _unsupported(config: Config) -> None:
-    """Features whose keys exist, so that their names are settled, but that this version cannot run."""
-    m = config.model
-    for key, value, only in (
-        ("pipeline_model_parallel_size", m.pipeline_model_parallel_size, 1),
-        ("virtual_pipeline_model_parallel_size", m.virtual_pipeline_model_parallel_size, None),
-    ):
-        if value != only:
-            raise JzeroError(f"model.{key}: {show(value)} is not supported by this version; set it to {show(only)}")
 
 
 def _devices(config: Config, n_devices: int | None) -> Config:
@@ -110,6 +98,16 @@ def _batch(config: Config) -> None:
             f"{m.micro_batch_size} × data-parallel size {config.batch_parallel_size} = {unit}; "
             f"nearest valid: {_nearest(m.global_batch_size, unit)}"
         )
+
+
+def _pipeline(config: Config) -> None:
+    from jzero.parallel.pipeline import check_layers  # a configuration is read without JAX's numerics
+    from jzero.parallel.timetable import check_micro_batches
+
+    m = config.model
+    stages, chunks = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size
+    check_layers(m.num_layers, stages, chunks)
+    check_micro_batches(stages, chunks or 1, config.num_micro_batches)
 
 
 def _nearest(value: int, unit: int) -> str:

@@ -198,8 +198,12 @@ class Model:
     tensor_model_parallel_size: int = option(
         1, "Devices that share each layer: heads, feed-forward width and vocabulary are split.", at_least=1
     )
-    pipeline_model_parallel_size: int = option(1, "Stages of layers; only 1 in this version.", at_least=1)
-    virtual_pipeline_model_parallel_size: int | None = option(None, "Only null in this version.", at_least=1)
+    pipeline_model_parallel_size: int = option(
+        1, "Stages that split the layers; micro-batches go through them one behind the other (1F1B).", at_least=1
+    )
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, "Chunks of layers per stage (interleaved 1F1B): less idle time, more communication.", at_least=2
+    )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor ranks wherever a layer is not split otherwise: norms, dropout."
     )

@@ -16,6 +16,7 @@ from jzero.models.dropout import Dropout
 from jzero.models.gpt import Functions
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
+from jzero.parallel.pipeline import Pipeline, make_pipeline
 from jzero.parallel.stack import DataParallel, Layers
 from jzero.parallel.tensor import AXIS
 from jzero.train.config import Config
@@ -42,6 +43,7 @@ class Layout:
         plan: how each parameter of the model is cut into shards.
         tx: the optimizer of what is stored.
         outer, blocks: the collectives of the parameters outside the layers, and of the stacked layers.
+        pipeline: how the layers are spread over stages.
         accumulate_locally: sum micro-batches on the rank and reduce once.
         granularity: activation checkpointing.
         dtype: of the parameters, and of the activations.
@@ -55,6 +57,7 @@ class Layout:
     tx: ZeroTransformation
     outer: DataParallel
     blocks: DataParallel
+    pipeline: Pipeline
     accumulate_locally: bool
     granularity: str | None
     dtype: Any
@@ -97,9 +100,10 @@ class Layout:
         return self.plan.unflatten([one(leaf) for leaf in self.plan.leaves])
 
     def store(self, params: Any) -> Any:
-        """Whole parameters (traced, outside any manual region) as the policy stores them."""
+        """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
 
         def one(x: Array, leaf: Any) -> Array:
+            x = x.reshape(leaf.shape)
             if not self.sharded:
                 return x
             if leaf.split is None:  # a small leaf, whole on every rank for a moment
@@ -133,16 +137,24 @@ class Layout:
     def start(self, params: Any) -> Weights:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
-        if self.sharded:
-            return Weights(self.outer.whole(outer), Layers(self.blocks.local(blocks), shards=True))
-        return Weights(self.outer.local(outer), Layers(self.blocks.local(blocks)))
+        layers = Layers(self.in_one(self.blocks.local(blocks)), shards=self.sharded)
+        return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers)
 
     def start_everywhere(self, params: Any) -> Weights:
         """The same for a computation that every rank repeats: nothing varies."""
         outer, blocks = self.split(params)
-        if self.sharded:
-            return Weights(self.outer.whole(outer, "invarying"), Layers(blocks, shards=True))
-        return Weights(outer, Layers(blocks))
+        layers = Layers(self.in_one(blocks), shards=self.sharded)
+        return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers)
+
+    def in_one(self, blocks: Any) -> Any:
+        """This rank's layers, stored as [chunks of the stage, layers of a chunk, ...] or [layers, ...], as the latter."""
+        lead = self.pipeline.stacked_dimensions
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[lead:]), blocks)
+
+    def as_stored(self, blocks: Any) -> Any:
+        """The inverse of `in_one`."""
+        lead = lambda x: (self.pipeline.chunks, -1) if self.pipeline.chunks > 1 else (-1,)
+        return jax.tree.map(lambda x: x.reshape(*lead(x), *x.shape[1:]), blocks)
 
     def in_order(self, first: Any, then: Any) -> Any:
         """`then`; on CPU, what uses it waits for all of `first`.
@@ -171,17 +183,19 @@ class Layout:
         return treedef.unflatten([out[i] for i in range(len(flat))])
 
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
-        """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
+        """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks as `in_one`)."""
 
         def one(leaf: Any) -> Array:
             shape, axes = leaf.shard_local_shape, leaf.axes
             if full:
                 shape, axes = leaf.local_shape, (*BATCH_AXES, *(name for names in leaf.spec for name in names))
+            axes = tuple(dict.fromkeys((*axes, *self.pipeline.axes)))
             if self.outer.tensor.partial(leaf.axes):
                 axes = (*axes, AXIS)
             return collectives.vary(jnp.zeros(shape, jnp.float32), axes) if axes else jnp.zeros(shape, jnp.float32)
 
-        return self.split(self.plan.unflatten([one(leaf) for leaf in self.plan.leaves]))
+        outer, blocks = self.split(self.plan.unflatten([one(leaf) for leaf in self.plan.leaves]))
+        return outer, self.in_one(blocks)
 
     def complete(self, shards: tuple[Any, Any]) -> tuple[Any, Any]:
         """Shards of the step's gradients, (outer, blocks): the parts that tensor ranks have, added up once."""
@@ -241,9 +255,15 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         learning_rate: schedule.
     """
     axis, replica = ("data", ("replica",)) if config.zero else (None, BATCH_AXES)
-    stacked = lambda path: int(path.startswith(f"['{BLOCKS}']"))
-    specs = jax.tree.map(model.tensor.spec, model.axes, is_leaf=lambda x: isinstance(x, tuple))
-    plan = make_plan(model.abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
+    m = config.model
+    pipeline = make_pipeline(mesh, m.virtual_pipeline_model_parallel_size, m.num_layers)
+    stacked = lambda path: pipeline.stacked_dimensions * path.startswith(f"['{BLOCKS}']")
+    spec = lambda axes: pipeline.spec(axes, model.tensor.spec(axes))
+    specs = jax.tree.map(spec, model.axes, is_leaf=lambda x: isinstance(x, tuple))
+    outer = {k: v for k, v in model.abstract.items() if k != BLOCKS}
+    as_stored = lambda x: jax.ShapeDtypeStruct(pipeline.stacked(x.shape), x.dtype)
+    abstract = {**outer, BLOCKS: jax.tree.map(as_stored, model.abstract[BLOCKS])}
+    plan = make_plan(abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
     shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
     optim, sharded = config.model.optim, config.policy != "replicated"
     tx = distributed_fused_adam(
@@ -264,8 +284,8 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         stacked=stacked,
     )
     wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
-    parallel = DataParallel((), replica, BATCH_AXES, *wire, model.tensor)
-    is_block = [stacked(leaf.path) for leaf in plan.leaves]
+    parallel = DataParallel((), replica, (*BATCH_AXES, *pipeline.axes), *wire, model.tensor)
+    is_block = [leaf.path.startswith(f"['{BLOCKS}']") for leaf in plan.leaves]
     pick = lambda chosen: dataclasses.replace(
         parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)
     )
@@ -277,6 +297,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         tx=tx,
         outer=pick(0),
         blocks=pick(1),
+        pipeline=pipeline,
         accumulate_locally=config.model.grad_accumulation == "local",
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,

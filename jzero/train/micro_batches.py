@@ -19,6 +19,7 @@ from jzero.models.gpt import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.parallel.stack import Layers
+from jzero.train import pipelined
 from jzero.train.layout import Layout, Weights
 
 
@@ -47,6 +48,9 @@ def accumulate_gradients(
     """
     batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
     weights = layout.start(params)
+    if layout.pipeline.size > 1:
+        loss, sums = pipelined.accumulate_gradients(model, layout, weights, batches, count)
+        return loss, layout.join(*sums)
     local = layout.accumulate_locally and count > 1
     keeps = layout.keeps_gathered and count > 1
     run = lambda weights, i, finish: _micro_batch(model, layout, weights, stack.at(batches, i), finish)

@@ -30,6 +30,7 @@ from jzero.models.gpt import Functions, functions
 from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
+from jzero.train import pipelined
 from jzero.train.config import Config, gpt_config
 from jzero.train.layout import Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
@@ -181,6 +182,9 @@ class Program:
 
     def _evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
         weights = self.layout.start(params)
+        if self.layout.pipeline.size > 1:
+            losses = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
+            return collectives.total((losses, jnp.sum(batch["loss_mask"])), BATCH_AXES)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
         x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
@@ -189,6 +193,8 @@ class Program:
 
     def _logits(self, params: Any, tokens: Array) -> Array:
         weights, batch = self.layout.start_everywhere(params), {"tokens": tokens}
+        if self.layout.pipeline.size > 1:
+            return pipelined.logits(self.model, self.layout, weights, tokens)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
         x = self.layout.in_order(weights.outer, x)

@@ -21,7 +21,9 @@ T, VOCABULARY, BATCH = 16, 61, 16
 def config(devices: int = 8, policy: str = "replicated", micro_batches: int = 1, **changes) -> Config:
     """A run of a 3-layer GPT whose biases (24, 72, 96 wide) and vocabulary (61) do not all divide by 8."""
     precision, optim = changes.pop("precision", 32), changes.pop("optim", {})
-    clip, samples = changes.pop("clip", 1.0), BATCH * changes.get("tensor_model_parallel_size", 1)
+    clip, samples = changes.pop("clip", 1.0), BATCH
+    for axis in ("tensor", "pipeline"):
+        samples *= changes.get(f"{axis}_model_parallel_size", 1)
     model = {
         "global_batch_size": BATCH, "micro_batch_size": samples // (micro_batches * devices), "encoder_seq_length": T,
         "num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
@@ -73,6 +75,40 @@ def from_shards(prog: Program, shards):
     )
     mapped = jax.shard_map(gather, mesh=prog.mesh, in_specs=(stored,), out_specs=full)
     return jax.tree.map(np.asarray, jax.jit(mapped)(shards))
+
+
+def ten_steps(conf: Config, vocabulary: int = VOCABULARY):
+    """Rows of loss and gradient norm of ten steps, the first step's clipped gradient, the last parameters."""
+    prog = program(conf, vocabulary)
+    state, first = train(prog, 1)
+    beta = conf.model.optim.betas[0]
+    gradient = jax.tree.map(lambda m: m / (1 - beta), from_shards(prog, first_moment(state.opt)))
+    state, rest = train(prog, 9, state)
+    return np.concatenate([first, rest]), gradient, whole(prog, state.params)
+
+
+def first_moment(state):
+    """Adam's first moment: after one step from zero, (1 - beta) times the gradient."""
+    found = [x.mu for x in jax.tree.leaves(state.inner, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu")]
+    return found[0]
+
+
+def assert_same_training(found, expected):
+    """Two results of `ten_steps` agree: losses to 1e-6, gradients to 1e-5 of their leaf's largest, parameters to 1e-4.
+
+    The floor is that of a leaf whose true gradient is zero: 1e-6 of the global norm.
+    """
+    rows, gradient, params = found
+    expected_rows, expected_gradient, expected_params = expected
+    np.testing.assert_allclose(rows, expected_rows, rtol=1e-6)
+    floor = 1e-6 * np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(expected_gradient)))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(expected_gradient), strict=True
+    ):
+        error = np.abs(a.reshape(b.shape) - b).max()
+        assert error <= 1e-5 * max(np.abs(b).max(), floor), jax.tree_util.keystr(path)
+    same = lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=0, atol=1e-4)
+    jax.tree.map(same, params, expected_params)
 
 
 def reference(conf: Config, steps: int):

@@ -1,0 +1,350 @@
+"""Pipeline parallelism: every collective over the mesh axis "pipeline", and the loop over a timetable's ticks.
+
+Each stage holds some layers; the parameters outside of the layers are on every stage, and their gradients are summed
+over the stages. The step is one `lax.scan` over the ticks of `jzero.parallel.timetable`. In a tick
+
+    forward    a stage runs a chunk of its layers on the activation that it was sent (the first stage: on an embedding)
+               and leaves in a ring of slots what the backward pass needs, but the weights
+    backward   it takes those from the ring, and the cotangent that it was sent (the last stage: its head's)
+    send       the activation goes one stage forward, the cotangent one stage back
+
+A stage that is idle in one direction skips it (`lax.cond`). Whether it does depends on the tick and the stage alone, so
+ranks that talk over the data or tensor axis inside always agree. The ring has as many slots as passes are in flight,
+whatever the number of micro-batches.
+
+Letters: S stages, V chunks per stage, M micro-batches, L layers, l = L / (S V) layers of a chunk, B samples of a
+micro-batch on this rank, T positions, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero.errors import JzeroError
+from jzero.optim import collectives
+from jzero.parallel.stack import at, take_apart
+from jzero.parallel.timetable import IDLE, Timetable, Work, forward_passes, timetable
+
+AXIS = "pipeline"
+LAYERS = "layers"
+"""The logical dimension of parameters that the axis splits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How layers are spread over the pipeline axis.
+
+    With several chunks per stage stacked parameters are stored as [V, L / V, ...] instead of [L, ...]: the same numbers
+    in the same order, of which the axis splits the second dimension, so that each stage holds V pieces.
+
+    Args:
+        size: S, the size of the mesh axis "pipeline".
+        chunks: V, chunks of layers per stage.
+
+    Example:
+        >>> Pipeline(4).spec(("layers", "embed"), PartitionSpec(None, "tensor")) == PartitionSpec("pipeline", "tensor")
+        True
+        >>> Pipeline(2, 3).stacked((12, 8))
+        (3, 4, 8)
+    """
+
+    size: int = 1
+    chunks: int = 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis, if there is more than one stage."""
+        return (AXIS,) if self.size > 1 else ()
+
+    @property
+    def stacked_dimensions(self) -> int:
+        """Number of leading dimensions that enumerate layers."""
+        return 1 if self.chunks == 1 else 2
+
+    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [L, ...] of a stacked parameter -> the one it is stored in."""
+        return shape if self.chunks == 1 else (self.chunks, shape[0] // self.chunks, *shape[1:])
+
+    def spec(self, axes: Sequence[str | None], spec: PartitionSpec) -> PartitionSpec:
+        """The sharding of a parameter as stored, from its logical dimensions and its sharding over other axes."""
+        if self.size == 1 or LAYERS not in axes:
+            return spec
+        return PartitionSpec(*[None] * (self.stacked_dimensions - 1), AXIS, *spec[1:])
+
+    def timetable(self, micro_batches: int) -> Timetable:
+        """The ticks of a step."""
+        return timetable(self.size, self.chunks, micro_batches)
+
+    def vary(self, tree: Any) -> Any:
+        """Values that all stages share, marked as each stage's own."""
+        return jax.tree.map(lambda x: collectives.vary(x, self.axes) if self.axes else x, tree)
+
+    def sum(self, tree: Any) -> Any:
+        """The sums over all stages, the same on each."""
+        return jax.lax.psum(tree, AXIS) if self.axes else tree
+
+    def send(self, x: Array, stages: int = 1) -> Array:
+        """What the stage `stages` before this one has; the first follows the last."""
+        return jax.lax.ppermute(x, AXIS, [(i, (i + stages) % self.size) for i in range(self.size)])
+
+
+def make_pipeline(mesh: Mesh, chunks: int | None, layers: int) -> Pipeline:
+    """How `layers` layers are spread over the pipeline axis of a mesh.
+
+    Raises:
+        JzeroError: stages and chunks do not divide the layers, or chunks are asked for without stages.
+
+    Example:
+        >>> from jzero import make_mesh
+        >>> make_pipeline(make_mesh(data=-1), None, 5)
+        Pipeline(size=1, chunks=1)
+    """
+    check_layers(layers, mesh.shape[AXIS], chunks)
+    return Pipeline(mesh.shape[AXIS], chunks or 1)
+
+
+def check_layers(layers: int, stages: int, chunks: int | None) -> None:
+    """Refuse a number of layers that does not divide into chunks of equal size, and chunks without stages.
+
+    Raises:
+        JzeroError: names the two numbers.
+    """
+    if chunks is not None and stages == 1:
+        raise JzeroError(
+            f"model.virtual_pipeline_model_parallel_size: {chunks} chunks per stage need several stages, but "
+            "model.pipeline_model_parallel_size is 1; set it to null"
+        )
+    if layers % (stages * (chunks or 1)):
+        virtual = f" × model.virtual_pipeline_model_parallel_size {chunks}" if chunks else ""
+        total = f" = {stages * chunks}" if chunks else ""
+        raise JzeroError(
+            f"model.num_layers: {layers} is not divisible by model.pipeline_model_parallel_size {stages}{virtual}"
+            f"{total}; every chunk has as many layers"
+        )
+
+
+class Model(NamedTuple):
+    """The model as stages run it. `batch` is one micro-batch, a dict of arrays [B, ...]."""
+
+    embed: Callable[[Any, Any], Array]  # (outer, batch) -> x [B, T, D]
+    block: Callable[[Any, Array, Any, Array], Array]  # (a layer's weights, x, batch, its number) -> x
+    finish: Callable[[Any, Array, Any], Any]  # (outer, x, batch) -> what is summed over micro-batches: the loss
+
+
+class Sums(NamedTuple):
+    """What adds up over micro-batches on this stage."""
+
+    loss: Array  # float32 []
+    outer: Any  # gradients of the parameters outside of the layers
+    layers: Any  # gradients of this stage's layers, each [V l, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """This stage's part of the model, and how its gradients are added.
+
+    Attributes:
+        pipeline: the axis.
+        model: the model's functions.
+        outer: the parameters outside of the layers, varying over the axis.
+        layer: (number of a layer among this stage's [V l]) -> its weights, whole.
+        count: V l, the number of this stage's layers.
+        in_order: (first, then) -> `then`, which on CPU waits for `first`; see `collectives.after`.
+    """
+
+    pipeline: Pipeline
+    model: Model
+    outer: Any
+    layer: Callable[[Array], Any]
+    count: int
+    in_order: Callable[[Any, Any], Any]
+
+    @property
+    def per_chunk(self) -> int:
+        """Layers of a chunk, l."""
+        return self.count // self.pipeline.chunks
+
+    def is_first(self, work: Work) -> Array:
+        """Whether this is the model's first chunk."""
+        return (jax.lax.axis_index(AXIS) == 0) & (work.chunk == 0)
+
+    def is_last(self, work: Work) -> Array:
+        """Whether this is the model's last chunk."""
+        return (jax.lax.axis_index(AXIS) == self.pipeline.size - 1) & (work.chunk == self.pipeline.chunks - 1)
+
+    def number(self, work: Work, j: Array) -> Array:
+        """The number, in the whole model, of layer j of a chunk."""
+        return (work.chunk * self.pipeline.size + jax.lax.axis_index(AXIS)) * self.per_chunk + j
+
+    def own(self, works: Work) -> Work:
+        """This stage's work of a tick, from that of all stages."""
+        return Work(*(jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(AXIS), 0, keepdims=False) for x in works))
+
+    def enter(self, work: Work, x: Array, batch: Any) -> Array:
+        """What a chunk begins with: the embedding, or the activation that was sent."""
+        return jax.lax.cond(self.is_first(work), lambda: self.model.embed(self.outer, batch), lambda: x)
+
+
+def train(
+    stage: Stage, table: Timetable, batches: Any, sums: Sums, add_outer: Callable[..., Any], add_layer: Callable
+) -> Sums:
+    """Forward and backward passes of all micro-batches.
+
+    Args:
+        stage: this stage's part.
+        table: the ticks.
+        batches: the micro-batches, a dict of arrays [M, B, ...].
+        sums: what losses and gradients are added to.
+        add_outer: (sums of the outer parameters, gradients) -> sums.
+        add_layer: (sums of the layers, number of a layer among this stage's, its gradients) -> sums.
+
+    Returns:
+        This stage's sums: the loss on the last stage; gradients of the outer parameters in parts.
+    """
+    blank = zeros(jax.eval_shape(lambda: stage.model.embed(stage.outer, at(batches, 0))))
+    residuals, rebuild = _probe(stage, blank, at(batches, 0))
+    ring = stage.pipeline.vary([zeros(x, (table.slots, stage.per_chunk)) for x in residuals])
+
+    def tick(carry: Any, works: tuple[Work, Work]) -> tuple[Any, None]:
+        ring, x, dx, sums = carry
+        forward, backward = (stage.own(w) for w in works)
+        y, ring = jax.lax.cond(
+            forward.micro_batch != IDLE, lambda ring: _forward(stage, forward, x, batches, ring), lambda ring: (x, ring), ring
+        )
+        dy, sums = jax.lax.cond(
+            backward.micro_batch != IDLE,
+            lambda sums: _backward(stage, backward, (y, dx), batches, ring, rebuild, sums, add_outer, add_layer),
+            lambda sums: (dx, sums),
+            sums,
+        )
+        x = stage.pipeline.send(stage.in_order(dy, y))
+        dx = stage.pipeline.send(stage.in_order(x, dy), -1)
+        return (ring, x, dx, sums), None
+
+    (_, _, _, sums), _ = jax.lax.scan(tick, (ring, blank, blank, sums), (table.forward, table.backward))
+    return sums
+
+
+def _one(stage: Stage, weights: Any, x: Array, batch: Any, number: Array) -> tuple[Array, list[Array], Callable]:
+    """A layer's output, and its VJP taken apart: its arrays but the known ones, and how to put it together again."""
+    y, vjp = jax.vjp(lambda w, x: stage.model.block(w, x, batch, number), weights, x)
+    return y, *take_apart(vjp, (weights, batch, number))
+
+
+def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
+    """Types of what a layer's VJP needs besides weights and batch, and how it is put together."""
+    rebuild: list[Callable] = []
+
+    def run() -> list[Array]:
+        zero = jnp.int32(0)
+        number = stage.number(Work(zero, zero, zero), zero)  # type: ignore[arg-type]
+        _, residuals, put_together = _one(stage, stage.layer(zero), x, batch, number)
+        rebuild.append(put_together)
+        return residuals
+
+    return jax.eval_shape(run), rebuild[0]
+
+
+def _forward(stage: Stage, work: Work, x: Array, batches: Any, ring: list[Array]) -> tuple[Array, list[Array]]:
+    """A chunk's forward pass: its output, and the ring with what its backward pass needs."""
+    batch = at(batches, work.micro_batch)
+
+    def body(carry: tuple[Array, list[Array]], j: Array) -> tuple[tuple[Array, list[Array]], None]:
+        x, ring = carry
+        weights = stage.layer(work.chunk * stage.per_chunk + j)
+        y, residuals, _ = _one(stage, weights, x, batch, stage.number(work, j))
+        put = lambda r, v: r.at[work.slot, j].set(v, mode="promise_in_bounds")
+        return (y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]), None
+
+    start = stage.enter(work, x, batch), ring
+    return jax.lax.scan(body, start, jnp.arange(stage.per_chunk, dtype=jnp.int32))[0]
+
+
+def _backward(
+    stage: Stage,
+    work: Work,
+    ends: tuple[Array, Array],  # the forward pass's output, of use to the last chunk; the cotangent that was sent
+    batches: Any,
+    ring: list[Array],
+    rebuild: Callable,
+    sums: Sums,
+    add_outer: Callable,
+    add_layer: Callable,
+) -> tuple[Array, Sums]:
+    """A chunk's backward pass: the cotangent of its input, and the sums."""
+    batch, outer = at(batches, work.micro_batch), stage.outer
+
+    def head(sums: Sums) -> tuple[Array, Sums]:
+        loss, vjp = jax.vjp(lambda outer, y: stage.model.finish(outer, y, batch), outer, ends[0])
+        d_outer, dy = vjp(jnp.ones_like(loss))
+        return dy, sums._replace(loss=sums.loss + loss, outer=add_outer(sums.outer, d_outer))
+
+    dy, sums = jax.lax.cond(stage.is_last(work), head, lambda sums: (ends[1], sums), sums)
+
+    def body(carry: tuple[Array, Any], j: Array) -> tuple[tuple[Array, Any], None]:
+        dy, sums = carry
+        n = work.chunk * stage.per_chunk + j
+        known = (stage.layer(n), batch, stage.number(work, j))
+        dw, dx = rebuild(known, [r[work.slot, j] for r in ring])(dy)
+        return (dx, add_layer(sums, n, dw)), None
+
+    numbers = jnp.arange(stage.per_chunk, dtype=jnp.int32)
+    (dx, layers), _ = jax.lax.scan(body, (dy, sums.layers), numbers, reverse=True)
+
+    def embedding(total: Any) -> Any:
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions
+        return add_outer(total, jax.vjp(lambda outer: stage.model.embed(outer, batch), wide)[1](dx)[0])
+
+    total = jax.lax.cond(stage.is_first(work), embedding, lambda total: total, sums.outer)
+    return dx, Sums(sums.loss, total, layers)
+
+
+def apply(stage: Stage, batches: Any) -> Any:
+    """Forward passes of all micro-batches, for evaluation: nothing is kept.
+
+    Args:
+        stage: this stage's part.
+        batches: the micro-batches, a dict of arrays [M, B, ...].
+
+    Returns:
+        The sum of what `stage.model.finish` gives, the same on every stage.
+    """
+    blank = zeros(jax.eval_shape(lambda: stage.model.embed(stage.outer, at(batches, 0))))
+    total = zeros(jax.eval_shape(lambda: stage.model.finish(stage.outer, blank, at(batches, 0))))
+
+    def run(work: Work, x: Array, total: Any) -> tuple[Array, Any]:
+        batch = at(batches, work.micro_batch)
+        layer = lambda x, j: (
+            stage.model.block(stage.layer(work.chunk * stage.per_chunk + j), x, batch, stage.number(work, j)), None
+        )  # fmt: skip
+        y, _ = jax.lax.scan(layer, stage.enter(work, x, batch), jnp.arange(stage.per_chunk, dtype=jnp.int32))
+        add = lambda total: jax.tree.map(jnp.add, total, stage.model.finish(stage.outer, y, batch))
+        return y, jax.lax.cond(stage.is_last(work), add, lambda total: total, total)
+
+    def tick(carry: Any, works: Work) -> tuple[Any, None]:
+        x, total = carry
+        work = stage.own(works)
+        y, total = jax.lax.cond(work.micro_batch != IDLE, run, lambda _, x, total: (x, total), work, x, total)
+        return (stage.pipeline.send(stage.in_order(total, y)), total), None
+
+    works = forward_passes(stage.pipeline.size, stage.pipeline.chunks, jax.tree.leaves(batches)[0].shape[0])
+    (x, total), _ = jax.lax.scan(tick, (blank, total), works)
+    return stage.pipeline.sum(stage.in_order(x, total))
+
+
+def zeros(types: Any, lead: tuple[int, ...] = ()) -> Any:
+    """Zeros of the types of `jax.eval_shape`, which vary over the same axes; `lead` in front of each shape."""
+
+    def one(x: Any) -> Array:
+        axes = tuple(sorted(x.manual_axis_type.varying))
+        empty = jnp.zeros((*lead, *x.shape), x.dtype)
+        return collectives.vary(empty, axes) if axes else empty
+
+    return jax.tree.map(one, types)

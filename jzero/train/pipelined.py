@@ -1,0 +1,129 @@
+"""Micro-batches on a pipeline of stages: what `jzero.train.micro_batches` does where there is one stage.
+
+    gather_on_forward   this stage's layers are gathered one by one before the first tick, and kept
+    gather_twice        a layer is gathered where it runs, forward and backward, for every micro-batch
+    local               gradients add up on the rank; the layers are scattered one by one after the last tick
+    sharded             every backward pass scatters a layer's gradient where it makes it
+
+Gradients of the parameters outside of the layers are sums over the stages; they cross the pipeline as shards.
+
+Letters: M micro-batches, B samples of a micro-batch on this rank, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jzero.models.gpt import Functions
+from jzero.optim import collectives
+from jzero.parallel import pipeline, stack
+from jzero.parallel.stack import Layers
+from jzero.train.layout import Layout, Weights
+
+
+def accumulate_gradients(
+    model: Functions, layout: Layout, weights: Weights, batches: Any, count: int
+) -> tuple[Array, tuple[Any, Any]]:
+    """Loss and gradient of all micro-batches of this rank's stage.
+
+    Args:
+        model: the model's functions.
+        layout: the policy and the plan.
+        weights: what `layout.start` gives.
+        batches: arrays [M, B, T], or [M, B]; with "weight", what each token's loss counts in the sum.
+        count: M.
+
+    Returns:
+        Sum of the weighted losses, float32 []; float32 shards of the mean gradient, (outer, blocks). Summed over the
+        stages, not over the batch.
+    """
+    local, per_layer = layout.accumulate_locally, layout.blocks.layer()
+    if layout.keeps_gathered:
+        weights = Weights(weights.outer, gathered(layout, weights))
+    outer, layers = layout.zero_sums(full=local)
+    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers)
+
+    def add(total: Any, grads: Any) -> Any:
+        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+
+    def add_outer(total: Any, grads: Any) -> Any:
+        return add(total, grads if local else layout.outer.scatter(grads))
+
+    def add_layer(total: Any, n: Array, grads: Any) -> Any:
+        return stack.add(total, n, grads if local else per_layer.scatter(grads))
+
+    stage = make_stage(model, layout, weights, lambda outer, x, batch: _loss(model, outer, x, batch))
+    sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, add_outer, add_layer)
+    outer, layers = sums.outer, sums.layers
+    if local:
+        layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
+        outer = layout.scatter_outer(layout.in_order(layers, outer), layers)
+    outer, layers = layout.complete((outer, layers))
+    loss, outer = layout.pipeline.sum((sums.loss, layout.in_order(layers, outer)))
+    return loss, (outer, layout.as_stored(layers))
+
+
+def _loss(model: Functions, outer: Any, x: Array, batch: Any) -> Array:
+    return jnp.sum(model.losses(outer, x, batch) * batch["weight"])
+
+
+def gathered(layout: Layout, weights: Weights) -> Layers:
+    """This stage's layers, gathered one by one."""
+    whole = layout.blocks.layer().whole
+    shards = layout.in_order(weights.outer, weights.blocks.stacked)
+    return Layers(jax.lax.scan(lambda _, layer: (None, whole(layer)), None, shards)[1])
+
+
+def make_stage(
+    model: Functions, layout: Layout, weights: Weights, finish: Any, *, train: bool = True, to: Any = "varying"
+) -> pipeline.Stage:
+    """This rank's stage of the model.
+
+    Args:
+        model: the model's functions.
+        layout: the policy and the plan.
+        weights: whole, or shards of the layers, which then are gathered where they are used.
+        finish: (outer, x, batch) -> what the last stage makes.
+        train: with dropout, and with activation checkpointing.
+        to: "invarying" where every data rank computes the same.
+    """
+    dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
+    run = lambda w, x, batch, number: model.block(w, x, batch, dropout(batch), number)
+
+    def embed(outer: Any, batch: Any) -> Array:
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
+        return model.embed(wide, batch, dropout(batch)).astype(layout.dtype)
+
+    def layer(n: Array) -> Any:
+        own = weights.blocks.at(n)
+        return layout.blocks.layer().whole(own, to) if weights.blocks.shards else own
+
+    if train:
+        run = stack.checkpointed(run, layout.granularity, model.selective_policy)
+    parts = pipeline.Model(embed, run, finish)
+    return pipeline.Stage(
+        layout.pipeline, parts, layout.pipeline.vary(weights.outer), layer, weights.blocks.count, layout.in_order
+    )
+
+
+def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> Array:
+    """Sum of the losses of this rank's tokens that count, float32 [], the same on every stage.
+
+    The batch goes through the stages in micro-batches of `size` samples where it divides, else in one piece.
+    """
+    rows = batch["tokens"].shape[0]
+    size = rows if rows % size else size
+    finish = lambda outer, x, batch: jnp.sum(model.losses(outer, x, batch) * batch["loss_mask"])
+    stage = make_stage(model, layout, weights, finish, train=False)
+    return pipeline.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
+
+
+def logits(model: Functions, layout: Layout, weights: Weights, tokens: Array) -> Array:
+    """Logits of all tokens, float32 [B, T, V], the same on every rank."""
+    finish = lambda outer, x, batch: model.logits(outer, x)
+    stage = make_stage(model, layout, weights, finish, train=False, to="invarying")
+    return pipeline.apply(stage, {"tokens": tokens[None]})

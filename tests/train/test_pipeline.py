@@ -1,0 +1,70 @@
+"""Every layout with a pipeline trains the model of one device: same loss, gradients, parameters."""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+from programs import assert_same_training, config, ten_steps
+
+VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
+MODELS = {
+    "gpt2": {"num_query_groups": None},
+    "gpt2, dropout": {"num_query_groups": None, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "llama": {
+        "num_query_groups": 2, "position_embedding_type": "rope", "normalization": "rmsnorm", "activation": "swiglu",
+        "bias": False, "ffn_hidden_size": 40, "share_embeddings_and_output_weights": False,
+    },
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    data: int
+    tensor: int
+    pipeline: int
+    virtual: int | None
+    policy: str
+    granularity: str | None
+    model: str = "gpt2"
+    accumulation: str = "local"
+    sequence: bool = False
+    replica: int = 1
+    micro_batches: int = 4
+    optimizer: str = "distributed_fused_adam"
+
+    def config(self):
+        return config(
+            self.data * self.replica * self.tensor * self.pipeline,
+            self.policy,
+            self.micro_batches,
+            num_layers=4,
+            replica_parallel_size=self.replica,
+            tensor_model_parallel_size=self.tensor,
+            pipeline_model_parallel_size=self.pipeline,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            sequence_parallel=self.sequence,
+            grad_accumulation=self.accumulation,
+            activations_checkpoint_granularity=self.granularity,
+            optim={"name": self.optimizer},
+            clip=0.5,
+            **MODELS[self.model],
+        )
+
+
+LAYOUTS = [
+    Row(1, 1, 2, None, "replicated", "full"),
+    Row(2, 1, 2, None, "replicated", None, "gpt2, dropout"),
+    Row(2, 2, 2, None, "gather_on_forward", "selective", "gpt2, dropout", sequence=True),
+    Row(2, 1, 4, None, "gather_twice", None, "llama"),
+    Row(2, 1, 2, 2, "replicated", "selective"),
+    Row(1, 2, 2, 2, "gather_on_forward", "full", "gpt2, dropout"),
+]
+
+
+@functools.cache
+def one_device(model):
+    return ten_steps(Row(1, 1, 1, None, "replicated", None, model, micro_batches=1).config(), VOCABULARY)
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(map(str, row)))
+def test_a_pipeline_trains_the_model_of_one_device(row):
+    assert_same_training(ten_steps(row.config(), VOCABULARY), one_device(row.model))
