@@ -150,6 +150,7 @@ _ONE_DEVICE = (
     "trainer.num_nodes=1",
     "model.tensor_model_parallel_size=1",
     "model.pipeline_model_parallel_size=1",
+    "model.virtual_pipeline_model_parallel_size=null",
     "model.replica_parallel_size=1",
     "model.micro_batch_size=1",
     "model.global_batch_size=1",

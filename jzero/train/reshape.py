@@ -1,10 +1,12 @@
 """A state saved on one number of ranks, taken up on another.
 
-Most leaves have the same shape on every mesh, and only their shards differ. Two kinds depend on the number of ranks:
+Most leaves have the same shape on every mesh, and only their shards differ. Three kinds depend on the number of ranks:
 
     flattened   a leaf no dimension of which divides evenly is stored flattened and padded (`jzero.optim.partition`):
                 parameter [L, 5, 7], one stacked dimension: on 2 ranks [L, 1, 36], on 4 [L, 1, 36], on 5 [L, 5, 7].
                 All of these forms hold the same numbers in the same order, then zeros: nothing is lost.
+    chunked     stages with several chunks of layers store [V, L / V, ...] instead of [L, ...]: the same numbers in the
+                same order.
     scaled      a state with one scale per rank (`value` and `scale`, `jzero.optim.precision`) is decoded with the
                 scales it was saved with and stored with those of the new ranks: rounded once more, as in every step.
 """
@@ -44,20 +46,22 @@ def parameter_of(name: str, leaves: Leaves) -> Leaf | None:
 
 
 def is_form(shape: tuple[int, ...], leaf: Leaf) -> bool:
-    """Whether a shape is that of the whole parameter, or of it flattened and padded for some number of ranks.
+    """Whether a shape is that of the whole parameter, or of it flattened and padded for some number of ranks; its
+    layers in one dimension or, in chunks, in two.
 
-    Where other axes than data split the parameter, the order of the numbers depends on them: only its own shapes count.
+    Where other axes than data split a layer's parameter, the order of the numbers depends on them: only its own shapes
+    count.
     """
+    layers, rest = leaf.shape[: leaf.stacked], leaf.shape[leaf.stacked :]
+    lead = len(shape) - max(len(rest), 1)  # dimensions that enumerate layers
     if shape in (leaf.shape, leaf.shard_shape):
         return True
-    lead, rest = leaf.shape[: leaf.stacked], leaf.shape[leaf.stacked :]
-    return (
-        math.prod(leaf.others) == 1
-        and len(shape) == max(len(leaf.shape), leaf.stacked + 1)
-        and shape[: leaf.stacked] == lead
-        and math.prod(shape[leaf.stacked : -1]) == 1
-        and shape[-1] >= math.prod(rest)
-    )
+    if math.prod(shape[: max(lead, 0)]) != math.prod(layers) or lead not in ((1, 2) if layers else (0,)):
+        return False
+    if shape[lead:] in (rest, leaf.shard_shape[leaf.stacked :]):
+        return True
+    whole = math.prod(leaf.others[leaf.stacked :]) == 1
+    return whole and math.prod(shape[lead:-1]) == 1 and shape[-1] >= math.prod(rest)
 
 
 def readable(wanted: Any, found: Any, leaves: Leaves) -> Any:
@@ -159,10 +163,10 @@ def _to_form(x: Array, leaf: Leaf, wanted: jax.ShapeDtypeStruct) -> Array:
 def _formed(x: Array, leaf: Leaf, shape: tuple[int, ...]) -> Array:
     if x.shape == shape:
         return x
-    lead, size = leaf.shape[: leaf.stacked], math.prod(leaf.shape[leaf.stacked :])
-    flat = x.reshape(*lead, -1)[..., :size]
-    room = math.prod(shape[leaf.stacked :])
-    return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, room - size)]).reshape(shape)
+    layers, size = (math.prod(part) for part in (leaf.shape[: leaf.stacked], leaf.shape[leaf.stacked :]))
+    flat = x.reshape(layers, -1)[:, :size]
+    room = math.prod(shape) // layers
+    return jnp.pad(flat, [(0, 0), (0, room - size)]).reshape(shape)
 
 
 def _to_scales(stored: precision.Scaled, leaf: Leaf, wanted: precision.Scaled) -> precision.Scaled:

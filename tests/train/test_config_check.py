@@ -81,8 +81,29 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
             "model.encoder_seq_length: 514 is not divisible by model.tensor_model_parallel_size 4, as "
             "model.sequence_parallel needs; nearest valid: 512 or 516",
         ),
-        (["model.pipeline_model_parallel_size=2"], 8, "model.pipeline_model_parallel_size: 2 is not supported"),
-        (["model.virtual_pipeline_model_parallel_size=2"], 8, "2 is not supported by this version; set it to null"),
+        (
+            ["model.pipeline_model_parallel_size=8", "trainer.devices=8"],
+            8,
+            "model.num_layers: 12 is not divisible by model.pipeline_model_parallel_size 8; every chunk has as many",
+        ),
+        (
+            ["model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2", "trainer.devices=4"],
+            8,
+            "model.num_layers: 12 is not divisible by model.pipeline_model_parallel_size 4 × "
+            "model.virtual_pipeline_model_parallel_size 2 = 8",
+        ),
+        (
+            ["model.virtual_pipeline_model_parallel_size=2"],
+            1,
+            "model.virtual_pipeline_model_parallel_size: 2 chunks per stage need several stages, but "
+            "model.pipeline_model_parallel_size is 1; set it to null",
+        ),
+        (
+            ["model={pipeline_model_parallel_size: 4, virtual_pipeline_model_parallel_size: 3, micro_batch_size: 1, "
+             "global_batch_size: 6}", "trainer.devices=4"],
+            4,
+            "micro-batches: 6 is not divisible by model.pipeline_model_parallel_size 4",
+        ),
         (
             ["model.sequence_parallel=true"],
             8,

@@ -3,8 +3,10 @@
 import functools
 from typing import NamedTuple
 
+import jax
+import numpy as np
 import pytest
-from programs import assert_same_training, config, ten_steps
+from programs import assert_same_training, batch, config, program, ten_steps
 
 VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
 MODELS = {
@@ -57,6 +59,11 @@ LAYOUTS = [
     Row(2, 1, 4, None, "gather_twice", None, "llama"),
     Row(2, 1, 2, 2, "replicated", "selective"),
     Row(1, 2, 2, 2, "gather_on_forward", "full", "gpt2, dropout"),
+    Row(2, 1, 2, None, "gather_on_forward", None, "llama", "sharded", replica=2),
+    Row(2, 1, 2, 2, "gather_twice", "full", "gpt2, dropout", "sharded"),
+    Row(2, 2, 2, None, "replicated", "full", "llama", sequence=True, optimizer="fused_adam"),
+    Row(1, 1, 4, None, "replicated", "selective", "gpt2, dropout", micro_batches=2),
+    Row(1, 2, 4, None, "gather_twice", "selective", "llama", sequence=True),
 ]
 
 
@@ -68,3 +75,36 @@ def one_device(model):
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(map(str, row)))
 def test_a_pipeline_trains_the_model_of_one_device(row):
     assert_same_training(ten_steps(row.config(), VOCABULARY), one_device(row.model))
+
+
+SMALL = {"num_layers": 4, "num_query_groups": None}
+STAGES = {
+    "2 stages": config(4, "gather_on_forward", 2, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, **SMALL),
+    "2 stages of 2 chunks": config(
+        4, "gather_twice", 4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, **SMALL
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_evaluation_and_logits_are_those_of_one_device(name):
+    alone, prog = program(config(1, **SMALL), VOCABULARY), program(STAGES[name], VOCABULARY)
+    expected, found = alone.init().params, prog.init().params
+    data = batch(0)
+    for a, b in zip(prog.evaluate(found, prog.place(data)), alone.evaluate(expected, alone.place(data)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    tokens = data["tokens"][:3]
+    np.testing.assert_allclose(prog.logits(found, tokens), alone.logits(expected, tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_each_stage_holds_its_layers_alone():
+    prog = program(STAGES["2 stages of 2 chunks"], VOCABULARY)
+    gain = prog.init().params["blocks"]["mlp_norm"]["gain"]
+    assert gain.shape == (2, 2, 24)
+    stage = lambda device: int(np.argwhere(prog.mesh.devices == device)[0][0])
+    for shard in gain.addressable_shards:
+        chunks, layers = shard.index[:2]
+        assert chunks == slice(None)
+        assert (layers.start or 0) == stage(shard.device)
+        assert shard.data.shape[:2] == (2, 1)
+    assert len(jax.tree.leaves(prog.abstract.params)) == len(jax.tree.leaves(prog.model.abstract))

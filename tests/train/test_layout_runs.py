@@ -1,6 +1,7 @@
-"""A run of the real trainer that goes on over other tensor ranks: its checkpoints hold whole arrays."""
+"""A run of the real trainer that goes on over other tensor ranks and stages: its checkpoints hold whole arrays."""
 
 import numpy as np
+import pytest
 
 from jzero.train.config import load_config
 from jzero.train.loop import train
@@ -10,7 +11,7 @@ KEYS = [
     "trainer={precision: 32, val_check_interval: 2, limit_val_batches: 1}",
     "exp_manager.checkpoint.every_n_steps=2",
     "model={global_batch_size: 4, micro_batch_size: 2, encoder_seq_length: 16}",
-    "model={num_layers: 2, hidden_size: 32, num_attention_heads: 4}",
+    "model={num_layers: 4, hidden_size: 32, num_attention_heads: 4}",
     "model.optim.sched={max_steps: 5, warmup_steps: 1}",
 ]
 ONE = ["trainer.devices=1"]
@@ -18,9 +19,14 @@ TENSOR = [
     "trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true",
     "model.optim.policy=gather_on_forward",
 ]  # fmt: skip
+PIPELINE = ["trainer.devices=4", "model.pipeline_model_parallel_size=2", "model.optim.policy=gather_twice"]
+CHUNKS = [
+    "trainer.devices=2", "model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2",
+]  # fmt: skip
 
 
-def test_a_run_goes_on_over_other_tensor_ranks(tmp_path, text_prefix):
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, CHUNKS], ids=["tensor", "pipeline", "chunks"])
+def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix):
     def run(name, steps, layout, tokens):
         keys = [f"exp_manager.exp_dir={tmp_path}", f"exp_manager.name={name}", f"model.data.data_prefix={text_prefix}"]
         keys += [f"trainer.max_steps={steps}", f"generate.tokens={tokens}", "generate.temperature=0", *KEYS, *layout]
@@ -29,7 +35,7 @@ def test_a_run_goes_on_over_other_tensor_ranks(tmp_path, text_prefix):
 
     whole = run("whole", 5, ONE, 0)
     run("moved", 2, ONE, 0)
-    run("moved", 4, TENSOR, 4)
+    run("moved", 4, layout, 4)
     moved = run("moved", 5, ONE, 0)
     for key in ("loss", "val_loss"):
         found, expected = ([line[key] for line in lines if key in line] for lines in (moved, whole))
