@@ -8,9 +8,10 @@ over the stages. The step is one `lax.scan` over the ticks of `jzero.parallel.ti
     backward   it takes those from the ring, and the cotangent that it was sent (the last stage: its head's)
     send       the activation goes one stage forward, the cotangent one stage back
 
-A stage that is idle in one direction skips it (`lax.cond`). Whether it does depends on the tick and the stage alone, so
-ranks that talk over the data or tensor axis inside always agree. The ring has as many slots as passes are in flight,
-whatever the number of micro-batches.
+A stage that is idle in one direction skips it. Whether it does depends on the tick and the stage alone, so ranks that
+talk over the data or tensor axis inside always agree. The ring has as many slots as passes are in flight, whatever the
+number of micro-batches. It and the sums of gradients are changed in place: skipping is a loop of one round or none
+(`when`), since both branches of a `lax.cond` copy whatever goes through it (found in the module compiled for H100).
 
 Letters: S stages, V chunks per stage, M micro-batches, L layers, l = L / (S V) layers of a chunk, B samples of a
 micro-batch on this rank, T positions, D model.
@@ -189,11 +190,11 @@ class Stage:
 
     def enter(self, work: Work, x: Array, batch: Any) -> Array:
         """What a chunk begins with: the embedding, or the activation that was sent."""
-        return jax.lax.cond(self.is_first(work), lambda: self.model.embed(self.outer, batch), lambda: x)
+        return when(self.is_first(work), lambda x: self.model.embed(self.outer, batch), x)
 
 
 def train(
-    stage: Stage, table: Timetable, batches: Any, sums: Sums, add_outer: Callable[..., Any], add_layer: Callable
+    stage: Stage, table: Timetable, batches: Any, sums: Sums, add: tuple[Callable[..., Any], Callable[..., Any]]
 ) -> Sums:
     """Forward and backward passes of all micro-batches.
 
@@ -202,8 +203,8 @@ def train(
         table: the ticks.
         batches: the micro-batches, a dict of arrays [M, B, ...].
         sums: what losses and gradients are added to.
-        add_outer: (sums of the outer parameters, gradients) -> sums.
-        add_layer: (sums of the layers, number of a layer among this stage's, its gradients) -> sums.
+        add: (sums of the outer parameters, gradients) -> sums, and (sums of the layers, number of a layer among this
+            stage's, its gradients) -> sums.
 
     Returns:
         This stage's sums: the loss on the last stage; gradients of the outer parameters in parts.
@@ -215,17 +216,12 @@ def train(
     def tick(carry: Any, works: tuple[Work, Work]) -> tuple[Any, None]:
         ring, x, dx, sums = carry
         forward, backward = (stage.own(w) for w in works)
-        y, ring = jax.lax.cond(
-            forward.micro_batch != IDLE, lambda ring: _forward(stage, forward, x, batches, ring), lambda ring: (x, ring), ring
-        )
-        dy, sums = jax.lax.cond(
-            backward.micro_batch != IDLE,
-            lambda sums: _backward(stage, backward, (y, dx), batches, ring, rebuild, sums, add_outer, add_layer),
-            lambda sums: (dx, sums),
-            sums,
-        )
-        x = stage.pipeline.send(stage.in_order(dy, y))
-        dx = stage.pipeline.send(stage.in_order(x, dy), -1)
+        run = lambda carry: _forward(stage, forward, carry[0], carry[1], batches)
+        x, ring = when(forward.micro_batch != IDLE, run, (x, ring))
+        run = lambda carry: _backward(stage, backward, carry[0], carry[1], x, batches, ring, rebuild, add)
+        dx, sums = when(backward.micro_batch != IDLE, run, (dx, sums))
+        x = stage.pipeline.send(stage.in_order(dx, x))
+        dx = stage.pipeline.send(stage.in_order(x, dx), -1)
         return (ring, x, dx, sums), None
 
     (_, _, _, sums), _ = jax.lax.scan(tick, (ring, blank, blank, sums), (table.forward, table.backward))
@@ -244,7 +240,7 @@ def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
 
     def run() -> list[Array]:
         zero = jnp.int32(0)
-        number = stage.number(Work(zero, zero, zero), zero)  # type: ignore[arg-type]
+        number = stage.number(Work(zero, zero, zero), zero)
         _, residuals, put_together = _one(stage, stage.layer(zero), x, batch, number)
         rebuild.append(put_together)
         return residuals
@@ -252,7 +248,7 @@ def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
     return jax.eval_shape(run), rebuild[0]
 
 
-def _forward(stage: Stage, work: Work, x: Array, batches: Any, ring: list[Array]) -> tuple[Array, list[Array]]:
+def _forward(stage: Stage, work: Work, x: Array, ring: list[Array], batches: Any) -> tuple[Array, list[Array]]:
     """A chunk's forward pass: its output, and the ring with what its backward pass needs."""
     batch = at(batches, work.micro_batch)
 
@@ -270,23 +266,25 @@ def _forward(stage: Stage, work: Work, x: Array, batches: Any, ring: list[Array]
 def _backward(
     stage: Stage,
     work: Work,
-    ends: tuple[Array, Array],  # the forward pass's output, of use to the last chunk; the cotangent that was sent
+    dy: Array,  # the cotangent that was sent
+    sums: Sums,
+    y: Array,  # what the forward pass of this tick gave: the last chunk's is of the same micro-batch
     batches: Any,
     ring: list[Array],
     rebuild: Callable,
-    sums: Sums,
-    add_outer: Callable,
-    add_layer: Callable,
+    add: tuple[Callable, Callable],  # of the outer parameters, of the layers
 ) -> tuple[Array, Sums]:
     """A chunk's backward pass: the cotangent of its input, and the sums."""
     batch, outer = at(batches, work.micro_batch), stage.outer
+    add_outer, add_layer = add
 
-    def head(sums: Sums) -> tuple[Array, Sums]:
-        loss, vjp = jax.vjp(lambda outer, y: stage.model.finish(outer, y, batch), outer, ends[0])
+    def head(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        _, total, grads = carry
+        loss, vjp = jax.vjp(lambda outer, y: stage.model.finish(outer, y, batch), outer, y)
         d_outer, dy = vjp(jnp.ones_like(loss))
-        return dy, sums._replace(loss=sums.loss + loss, outer=add_outer(sums.outer, d_outer))
+        return dy, total + loss, add_outer(grads, d_outer)
 
-    dy, sums = jax.lax.cond(stage.is_last(work), head, lambda sums: (ends[1], sums), sums)
+    dy, loss, d_outer = when(stage.is_last(work), head, (dy, sums.loss, sums.outer))
 
     def body(carry: tuple[Array, Any], j: Array) -> tuple[tuple[Array, Any], None]:
         dy, sums = carry
@@ -302,8 +300,7 @@ def _backward(
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions
         return add_outer(total, jax.vjp(lambda outer: stage.model.embed(outer, batch), wide)[1](dx)[0])
 
-    total = jax.lax.cond(stage.is_first(work), embedding, lambda total: total, sums.outer)
-    return dx, Sums(sums.loss, total, layers)
+    return dx, Sums(loss, when(stage.is_first(work), embedding, d_outer), layers)
 
 
 def apply(stage: Stage, batches: Any) -> Any:
@@ -326,17 +323,23 @@ def apply(stage: Stage, batches: Any) -> Any:
         )  # fmt: skip
         y, _ = jax.lax.scan(layer, stage.enter(work, x, batch), jnp.arange(stage.per_chunk, dtype=jnp.int32))
         add = lambda total: jax.tree.map(jnp.add, total, stage.model.finish(stage.outer, y, batch))
-        return y, jax.lax.cond(stage.is_last(work), add, lambda total: total, total)
+        return y, when(stage.is_last(work), add, total)
 
     def tick(carry: Any, works: Work) -> tuple[Any, None]:
         x, total = carry
         work = stage.own(works)
-        y, total = jax.lax.cond(work.micro_batch != IDLE, run, lambda _, x, total: (x, total), work, x, total)
+        y, total = when(work.micro_batch != IDLE, lambda carry: run(work, *carry), (x, total))
         return (stage.pipeline.send(stage.in_order(total, y)), total), None
 
     works = forward_passes(stage.pipeline.size, stage.pipeline.chunks, jax.tree.leaves(batches)[0].shape[0])
     (x, total), _ = jax.lax.scan(tick, (blank, total), works)
     return stage.pipeline.sum(stage.in_order(x, total))
+
+
+def when(condition: Array, f: Callable[[Any], Any], carry: Any) -> Any:
+    """`f(carry)` if the condition holds, else `carry`, in place: a loop of one round or none."""
+    body = lambda state: (state[0] & False, f(state[1]))
+    return jax.lax.while_loop(lambda state: state[0], body, (condition, carry))[1]
 
 
 def zeros(types: Any, lead: tuple[int, ...] = ()) -> Any:

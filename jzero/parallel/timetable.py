@@ -1,10 +1,10 @@
 """The timetable of a pipeline: which stage runs what in which tick. Pure data, without JAX.
 
-The layers are cut into S · V chunks; chunk c of stage s holds the layers at place c · S + s, so an activation that leaves
-the last stage enters the next chunk of the first (Narayanan et al., https://arxiv.org/abs/2104.04473). In a tick a stage
-does at most one forward and one backward pass of a chunk; what they make is sent on between two ticks. With one chunk
-per stage this is 1F1B, with V it is interleaved 1F1B: V times as many, V times shorter ticks, and the same S - 1 of them
-idle in each direction.
+The layers are cut into S · V chunks; chunk c of stage s holds the layers at place c · S + s, so an activation that
+leaves the last stage enters the next chunk of the first (Narayanan et al., https://arxiv.org/abs/2104.04473). In a tick
+a stage does at most one forward and one backward pass of a chunk; what they make is sent on between two ticks. With one
+chunk per stage this is 1F1B, with V it is interleaved 1F1B: V times as many, V times shorter ticks, and the same S - 1
+of them idle in each direction.
 
     S = 2, V = 1, M = 3                 tick 0    1       2       3       4
                              stage 0    f0        f1      f2 b0   b1      b2
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,9 @@ IDLE = -1
 class Work(NamedTuple):
     """What stages do in one direction: int32 each, [ticks, S] in a timetable, [] in what one stage reads of it."""
 
-    micro_batch: np.ndarray  # IDLE: nothing
-    chunk: np.ndarray  # of this stage's own chunks
-    slot: np.ndarray  # where the forward pass leaves what the backward pass needs
+    micro_batch: Any  # IDLE: nothing
+    chunk: Any  # of this stage's own chunks
+    slot: Any  # where the forward pass leaves what the backward pass needs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,8 +106,8 @@ def timetable(stages: int, chunks: int, micro_batches: int) -> Timetable:
         at = units + first_backward + stages - 1 - stage
         backward[0][at, stage], backward[1][at, stage] = micro, chunks - 1 - chunk
     slots = max(_assign_slots(forward, backward, stage) for stage in range(stages))
-    works = (Work(*(x.astype(np.int32) for x in work)) for work in (forward, backward))
-    return Timetable(stages, chunks, micro_batches, *works, slots)
+    forwards, backwards = (Work(*(x.astype(np.int32) for x in work)) for work in (forward, backward))
+    return Timetable(stages, chunks, micro_batches, forwards, backwards, slots)
 
 
 def forward_passes(stages: int, chunks: int, micro_batches: int) -> Work:

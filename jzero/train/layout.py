@@ -147,14 +147,13 @@ class Layout:
         return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers)
 
     def in_one(self, blocks: Any) -> Any:
-        """This rank's layers, stored as [chunks of the stage, layers of a chunk, ...] or [layers, ...], as the latter."""
-        lead = self.pipeline.stacked_dimensions
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[lead:]), blocks)
+        """This rank's layers, stored as [chunks of the stage, layers of a chunk, ...] or [layers, ...]; the latter."""
+        return blocks if self.pipeline.chunks == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks)
 
     def as_stored(self, blocks: Any) -> Any:
         """The inverse of `in_one`."""
-        lead = lambda x: (self.pipeline.chunks, -1) if self.pipeline.chunks > 1 else (-1,)
-        return jax.tree.map(lambda x: x.reshape(*lead(x), *x.shape[1:]), blocks)
+        chunks = self.pipeline.chunks
+        return blocks if chunks == 1 else jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), blocks)
 
     def in_order(self, first: Any, then: Any) -> Any:
         """`then`; on CPU, what uses it waits for all of `first`.

@@ -57,7 +57,7 @@ def accumulate_gradients(
         return stack.add(total, n, grads if local else per_layer.scatter(grads))
 
     stage = make_stage(model, layout, weights, lambda outer, x, batch: _loss(model, outer, x, batch))
-    sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, add_outer, add_layer)
+    sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
     outer, layers = sums.outer, sums.layers
     if local:
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
@@ -92,7 +92,7 @@ def make_stage(
         to: "invarying" where every data rank computes the same.
     """
     dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
-    run = lambda w, x, batch, number: model.block(w, x, batch, dropout(batch), number)
+    block: Any = lambda w, x, batch, number: model.block(w, x, batch, dropout(batch), number)
 
     def embed(outer: Any, batch: Any) -> Array:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
@@ -103,8 +103,8 @@ def make_stage(
         return layout.blocks.layer().whole(own, to) if weights.blocks.shards else own
 
     if train:
-        run = stack.checkpointed(run, layout.granularity, model.selective_policy)
-    parts = pipeline.Model(embed, run, finish)
+        block = stack.checkpointed(block, layout.granularity, model.selective_policy)
+    parts = pipeline.Model(embed, block, finish)
     return pipeline.Stage(
         layout.pipeline, parts, layout.pipeline.vary(weights.outer), layer, weights.blocks.count, layout.in_order
     )

@@ -54,7 +54,7 @@ def test_idle_share(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_no_slot_is_taken_twice_and_their_number_does_not_grow_with_micro_batches(size):
-    stages, chunks, micro_batches = size
+    stages, chunks, _ = size
     table = timetable(*size)
     (forward, put), (backward, taken) = passes(table.forward), passes(table.backward)
     assert put == taken

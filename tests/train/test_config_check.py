@@ -87,7 +87,11 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
             "model.num_layers: 12 is not divisible by model.pipeline_model_parallel_size 8; every chunk has as many",
         ),
         (
-            ["model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2", "trainer.devices=4"],
+            [
+                "model.pipeline_model_parallel_size=4",
+                "model.virtual_pipeline_model_parallel_size=2",
+                "trainer.devices=4",
+            ],
             8,
             "model.num_layers: 12 is not divisible by model.pipeline_model_parallel_size 4 × "
             "model.virtual_pipeline_model_parallel_size 2 = 8",
@@ -99,8 +103,11 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
             "model.pipeline_model_parallel_size is 1; set it to null",
         ),
         (
-            ["model={pipeline_model_parallel_size: 4, virtual_pipeline_model_parallel_size: 3, micro_batch_size: 1, "
-             "global_batch_size: 6}", "trainer.devices=4"],
+            [
+                "model={pipeline_model_parallel_size: 4, virtual_pipeline_model_parallel_size: 3, micro_batch_size: 1, "
+                "global_batch_size: 6}",
+                "trainer.devices=4",
+            ],
             4,
             "micro-batches: 6 is not divisible by model.pipeline_model_parallel_size 4",
         ),

@@ -79,7 +79,9 @@ def test_a_pipeline_trains_the_model_of_one_device(row):
 
 SMALL = {"num_layers": 4, "num_query_groups": None}
 STAGES = {
-    "2 stages": config(4, "gather_on_forward", 2, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, **SMALL),
+    "2 stages": config(
+        4, "gather_on_forward", 2, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, **SMALL
+    ),
     "2 stages of 2 chunks": config(
         4, "gather_twice", 4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, **SMALL
     ),
