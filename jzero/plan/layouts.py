@@ -84,7 +84,7 @@ def layouts(config: Config, fixed: Iterable[str] = ()) -> list[Layout]:
         >>> from jzero.train.config import load_config
         >>> config = load_config(None, ["trainer.devices=8", "model.global_batch_size=8", "model.micro_batch_size=1"])
         >>> len(layouts(config)), len(layouts(config, ["model.optim.policy"]))
-        (9, 3)
+        (81, 27)
     """
     found = {layout for layout in _all(config, set(fixed)) if _valid(config, layout)}
     order = [g or "" for g in GRANULARITIES]
