@@ -104,9 +104,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
         own = self.core.unscaled(shards, state)
-        norm = collectives.global_norm(own, state.plan.leaves) if norm is None else self.core.unscaled([norm], state)[0]
-        new, _, state = self.core.guarded(own, state, list(params), norm, extra, True)
-        return new, state, norm
+        if norm is None:
+            unscaled = collectives.global_norm(own, state.plan.leaves)
+        else:
+            [unscaled] = self.core.unscaled([norm], state)
+        new, _, state = self.core.guarded(own, state, list(params), unscaled, extra, True)
+        return new, state, unscaled
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.
