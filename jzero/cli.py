@@ -190,7 +190,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--hosts", type=int, help="machines they stand in (default: what the file says)")
     plan.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
     plan.add_argument("--hlo", metavar="FILE", help="write the compiled module, in the order of its schedule")
-    plan.add_argument("--try-advice", action="store_true", help="compile what is advised, and show what it gives")
+    plan.add_argument("--quick", action="store_true", help="estimate what advice would give, instead of compiling it")
     plan.add_argument("--sweep", action="store_true", help="compile all layouts that make sense, and rank them")
     plan.add_argument("--results", metavar="FILE", help="where --sweep keeps what it knows (default: the user's cache)")
     plan.add_argument("--workers", type=int, help="layouts that --sweep compiles at a time (default: one per core)")

@@ -220,7 +220,7 @@ class Checkpoints:
         loaded = self._together(lambda: reading(load, f"its {' or '.join(sorted(reads, reverse=True))}"))
         loaded = {name: loaded[name] for name in wanted}
         self._together(lambda: compare_bits(record, loaded))
-        return to_wanted(loaded, wanted, self._leaves), record
+        return to_wanted(loaded, wanted, self._leaves, self._note), record
 
     def _open(self) -> ocp.training.Checkpointer:
         with disk_errors(f"checkpoints {self.folder}"):
