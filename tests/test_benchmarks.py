@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jzero.data import GPTDataset, IndexedDataset, IndexedWriter
+from jzero.plan import available
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.encoder_seq_length=16", "trainer.limit_val_batches=2")
@@ -119,6 +120,22 @@ def test_step_time_runs_every_side(tmp_path):
         assert set(row) == {"median_ms", "ratio"}
         assert min(row.values()) > 0
     assert result["rows"]["jzero"]["ratio"] == 1
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
+def test_plans_are_read_for_what_is_exposed(tmp_path):
+    script = str(ROOT / "benchmarks" / "plan.py")
+    short = ["--micro-batches", "1", "--policies", "gather_twice", "--overrides", "model.num_layers=1"]
+    output = python(tmp_path, script, "overlap", *short, "--json", "out.json")
+    [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (row["policy"], row["micro_batches"], row["accumulation"]) == ("gather_twice", 1, "local")
+    assert 0 < row["exposed_ms"] < row["step_ms"]
+    assert all(0 <= share <= 1 for share in row["layers"].values())
+    assert f"{row['step_ms']:.1f}" in output
 
 
 # --- optimizer and precision -----------------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def take(x: Array, leaf: Leaf) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, rank * size, size, axis=leaf.split)
 
 
-def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = jnp.float32) -> Array:
+def scatter(
+    g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = jnp.float32, behind: Any = None
+) -> Array:
     """Phase 1: this rank's shard of the gradient's mean over the data and replica axes.
 
     A reduce-scatter over the data axis, then an all-reduce of the shard over the replica axes (Apex: distributed and
@@ -54,6 +56,7 @@ def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = j
         leaf: the plan.
         replica: names of the axes over which the state is repeated.
         dtype: dtype on the wire, in which the sum accumulates (Apex: `grad_sync_dtype`).
+        behind: arrays that are computed before the result is used, so that the reduce-scatter hides behind them.
 
     Returns:
         `leaf.shard_local_shape`, float32.
@@ -74,6 +77,7 @@ def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = j
         g = g.reshape(leaf.shard_local_shape)
     else:
         g = _scatter_along(g, leaf.axis, leaf.split, leaf.ranks)
+    g = g if behind is None else after(behind, g)
     if replica:
         g = jax.lax.psum(g, tuple(replica))
     g = g.astype(jnp.float32)
@@ -174,9 +178,9 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
     return sums
 
 
-def one_after_another(first: Any, then: Any) -> tuple[Any, Any]:
-    """Both trees as they are; what is computed from `then` waits for all of `first`."""
-    return jax.lax.optimization_barrier((first, then))
+def after(first: Any, then: Any) -> Any:
+    """`then`, a tree of arrays, whose users wait for all of `first`; it varies over the axes of both."""
+    return jax.lax.optimization_barrier((first, then))[1]
 
 
 def total(values: Any, axes: Sequence[str]) -> Any:

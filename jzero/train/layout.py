@@ -20,6 +20,7 @@ from jzero.train.config import Config
 from jzero.train.xla_options import compiler_options
 
 BLOCKS = "blocks"
+EMBEDDING = "embedding"
 
 
 class Weights(NamedTuple):
@@ -131,7 +132,7 @@ class Layout:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
         if self.sharded:
-            return Weights(self.outer.whole(outer), Layers(blocks, shards=True))
+            return Weights(self.outer.whole(outer), Layers(self.blocks.local(blocks), shards=True))
         return Weights(self.outer.local(outer), Layers(self.blocks.local(blocks)))
 
     def start_everywhere(self, params: Any) -> Weights:
@@ -147,7 +148,25 @@ class Layout:
         XLA's CPU runtime holds one of its threads per waiting collective. A collective outside a loop that depends on
         nothing in it could run beside those inside it, each device in its own order, until all threads wait.
         """
-        return collectives.one_after_another(first, then)[1] if self.mesh.devices.flat[0].platform == "cpu" else then
+        return collectives.after(first, then) if self.mesh.devices.flat[0].platform == "cpu" else then
+
+    def scatter_outer(self, grads: dict[str, Any], blocks: Any) -> dict[str, Any]:
+        """Full gradients outside the layers -> shards of the mean; those of the embedding last and one by one.
+
+        They are complete when the backward pass is. Merged with the first layer's they would make that one late, and
+        behind the largest of them the norm of all others can be computed.
+
+        Args:
+            grads: as the backward pass leaves them.
+            blocks: the layers' shards, which come before.
+        """
+        flat, treedef = jax.tree_util.tree_flatten_with_path(grads)
+        sizes = [(path[0].key == EMBEDDING) * x.size for path, x in flat]
+        order, out = sorted(range(len(flat)), key=lambda i: sizes[i]), {}
+        for i in order:
+            grad = collectives.after((blocks, out), flat[i][1]) if sizes[i] else flat[i][1]
+            out[i] = self.outer.scatter_one(grad, i)
+        return treedef.unflatten([out[i] for i in range(len(flat))])
 
     def zero_sums(self, *, full: bool) -> tuple[Any, Any]:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
@@ -247,5 +266,25 @@ def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
-        compiler_options=compiler_options(mesh, optim.bucket_cap_mb),
+        compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
     )
+
+
+def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:
+    """Up to which sizes small collectives are merged: of whole weights gathered, and of gradient shards scattered.
+
+    Without a cap, the size of one layer: all that a layer needs comes in one call, and nothing else joins it.
+
+    Args:
+        blocks: the collectives of the stacked layers.
+        cap_mb: `bucket_cap_mb`, MiB of whole weights or gradients.
+    """
+    layer = blocks.layer().leaves
+    if cap_mb:
+        cap = int(cap_mb * 2**20)
+        return {"gathered": cap, "scattered": max(1, cap // layer[0].ranks)}
+    width = lambda dtype, leaf: jnp.dtype(dtype or leaf.dtype).itemsize
+    return {
+        "gathered": sum(math.prod(leaf.local_shape) * width(blocks.param_dtype, leaf) for leaf in layer),
+        "scattered": sum(math.prod(leaf.shard_local_shape) * width(blocks.grad_dtype, leaf) for leaf in layer),
+    }

@@ -31,7 +31,7 @@ def compile_with(options, mesh):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("name", NAMES)
 def test_this_jaxlib_knows_every_option_of_its_table(name, mesh):
-    options = compiler_options(mesh, 32.0)
+    options = compiler_options(mesh, gathered=32, scattered=4)
     if name not in options:
         pytest.skip("an option of another jaxlib")
     compile_with({name: options[name]}, mesh)
@@ -52,9 +52,22 @@ def test_the_trainers_step_has_the_options_of_its_devices(mesh):
     config = Config(trainer=Trainer(devices=2), model=model)
     options = build_program(config, mesh).layout.compiler_options
     assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 3 * 2**20
-    assert options == compiler_options(mesh, 3.0)
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 3 * 2**19  # of the shard, on 2 ranks
+    assert options == compiler_options(mesh, gathered=3 * 2**20, scattered=3 * 2**19)
     assert set(options) == {*newest(GPU), *newest(BUCKETS)}
     assert build_program(config, make_mesh(data=2, devices=jax.devices()[:2])).layout.compiler_options == {}
+
+
+@needs_compiler
+@pytest.mark.gpu_compiler
+def test_without_a_cap_collectives_merge_up_to_one_layer(mesh):
+    model = Model(num_layers=3, hidden_size=32, num_attention_heads=2, encoder_seq_length=16, vocab_size=64,
+                  micro_batch_size=1, global_batch_size=2)  # fmt: skip
+    program = build_program(Config(trainer=Trainer(devices=2), model=model), mesh)
+    one_layer = sum(x.size for x in jax.tree.leaves(program.model.abstract["blocks"])) // 3
+    assert program.layout.compiler_options == compiler_options(
+        mesh, gathered=2 * one_layer, scattered=4 * one_layer // 2
+    )
 
 
 def test_the_entry_of_a_version():
