@@ -3,9 +3,10 @@
     python benchmarks/optimizer.py [--devices 1] [--width 384] [--rounds 20] [--json FILE]
 
 On one device: jitted and donated on both sides, warm (repeated) and cold (the first update after another program has
-swept the caches), and `torch.optim.AdamW(fused=True)` where torch is installed. On several virtual CPU devices: the
-update phase alone against the replicated update, and scatter + update + gather against all-reduce + replicated update.
-Ratios are taken within a round; medians are printed.
+swept the caches), against a hand-fused loop in C where there is a compiler and `torch.optim.AdamW(fused=True)` where
+torch is installed. On several virtual CPU devices: the update phase alone against the replicated update, and scatter +
+update + gather against all-reduce + replicated update. Every round runs each side once, in alternating order; ratios
+are taken within a round, medians are printed. Before that, all sides are checked to compute the same numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import pathlib
 import statistics
 import time
 
+import c_loop
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -49,26 +52,64 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     tree = shapes(args.width)
     count = sum(int(jnp.prod(jnp.array(s))) for s in tree.values())
-    rows = one_device(tree, args.rounds) if args.devices == 1 else many(tree, args.devices, args.rounds)
+    rows, notes = one_device(tree, args.rounds) if args.devices == 1 else (many(tree, args.devices, args.rounds), [])
     print(f"{count / 1e6:.1f}M parameters, {args.devices} device(s), {args.rounds} rounds")
     for name, ratio in rows.items():
         print(f"{name:60}{ratio:8.3f}")
+    print(*notes, sep="\n")
     if args.json:
-        result = {"devices": args.devices, "parameters": count, "rounds": args.rounds, "rows": rows}
+        result = {"devices": args.devices, "parameters": count, "rounds": args.rounds, "rows": rows, "notes": notes}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def one_device(tree: dict, rounds: int) -> dict[str, float]:
+def one_device(tree: dict, rounds: int) -> tuple[dict[str, float], list[str]]:
+    """Ratios to `optax.adamw`, warm and cold, and what the other sides are."""
+    check()
     sides = {"optax.adamw": _optax(tree), "jzero": _jzero(tree, 1)}
-    torch = _torch(tree)
-    sides |= {"torch fused": torch} if torch else {}
+    adamw, note = c_loop.load()
+    if adamw is not None:
+        sides["C loop"] = c_loop.Loop(adamw, _values(tree, 0), _values(tree, 1), OPTIONS).step
+    torch = _torch(_values(tree, 0), _values(tree, 1))
+    sides |= {"torch fused": torch[0]} if torch else {}
+    notes = [note, torch[2] if torch else "no torch.optim.AdamW: torch is not installed"]
     out = {}
     for state, before in (("warm", lambda: None), ("cold", _sweep())):
         times = _alternate(sides, rounds, before)
-        for name in sides:
-            if name != "optax.adamw":
-                out[f"{name} / optax.adamw, {state}"] = _ratio(times[name], times["optax.adamw"])
-    return out
+        out |= {f"{name} / optax.adamw, {state}": _ratio(times[name], times["optax.adamw"])
+                for name in sides if name != "optax.adamw"}  # fmt: skip
+    return out, notes
+
+
+def check(steps: int = 3) -> None:
+    """Raise unless the sides agree with optax on small parameters."""
+    tree = {"w": (17, 5), "b": (7,)}
+    expected, grads = _values(tree, 0), _values(tree, 1)
+    tx = optax.adamw(**OPTIONS)
+    state = tx.init(expected)
+    ours, adam = _values(tree, 0), jzero.distributed_fused_adam(**OPTIONS, mesh=jzero.make_mesh(data=1))
+    kept = adam.init(ours)
+    for _ in range(steps):
+        updates, state = tx.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+        ours, kept = adam.step(grads, kept, ours)
+    found = [ours]
+    adamw, _ = c_loop.load()
+    if adamw is not None:
+        loop = c_loop.Loop(adamw, _values(tree, 0), grads, OPTIONS)
+        found.append(loop.params)
+        _times(loop.step, steps)
+    torch = _torch(_values(tree, 0), grads)
+    if torch:
+        _times(torch[0], steps)
+        found.append(torch[1]())
+    for side in found:
+        for name, x in expected.items():
+            np.testing.assert_allclose(np.asarray(side[name]), np.asarray(x), rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def _times(f, count: int) -> None:
+    for _ in range(count):
+        f()
 
 
 def many(tree: dict, devices: int, rounds: int) -> dict[str, float]:
@@ -198,17 +239,21 @@ def _sweep():
     return run
 
 
-def _torch(tree: dict):
+def _torch(values: dict, grads: dict):
+    """The step, a function that reads the parameters, and a note; None where torch is not installed."""
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]  optional
     except ImportError:
         return None
-    params = [torch.nn.Parameter(0.02 * torch.randn(s)) for s in tree.values()]
-    for p in params:
-        p.grad = 0.02 * torch.randn(p.shape)
-    betas = (OPTIONS["b1"], OPTIONS["b2"])
-    tx = torch.optim.AdamW(params, OPTIONS["learning_rate"], betas, OPTIONS["eps"], OPTIONS["weight_decay"], fused=True)
-    return tx.step
+    params = {name: torch.nn.Parameter(torch.from_numpy(np.array(x))) for name, x in values.items()}
+    for name, p in params.items():
+        p.grad = torch.from_numpy(np.array(grads[name]))
+    o = OPTIONS
+    tx = torch.optim.AdamW(
+        params.values(), o["learning_rate"], (o["b1"], o["b2"]), o["eps"], o["weight_decay"], fused=True
+    )
+    note = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return tx.step, lambda: {name: p.detach().numpy() for name, p in params.items()}, note
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
 """The command `jzero`: reads its arguments, calls, prints.
 
 Exit codes: 0 done (also after SIGTERM or Ctrl-C, when the run was saved and the same command continues it); 2 a mistake
-in what was asked for, with one line on standard error that begins with "jzero:".
+in what was asked for, with one line on standard error that begins with "jzero:"; 130, 141 and 143 ended by Ctrl-C,
+because nobody reads the output any more, or by SIGTERM where there was nothing to save.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 from jzero.errors import JzeroError
 
@@ -26,14 +33,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     arguments = _parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        arguments.run(arguments)
+        with _sigterm():
+            arguments.run(arguments)
+            sys.stdout.flush()
     except JzeroError as error:
-        print(f"jzero: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _end(2, " ".join(str(error).split()))
+    except _TerminatedError:
+        return _end(143, "ended by SIGTERM with nothing to save")
     except KeyboardInterrupt:
-        return 130
+        return _end(130, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere
+        return 141
     return 0
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, where the training loop does not handle it: before its first step and after its last."""
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[None]:
+    """SIGTERM as an exception, so that whatever is half done is removed on the way out."""
+
+    def end(number: int, frame: object) -> None:
+        raise _TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _end(code: int, line: str) -> int:
+    print(f"jzero: {line}", file=sys.stderr)
+    return code
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -80,14 +121,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     stray = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")]
     if stray:
-        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+        arguments.command.error(f"unrecognized arguments: {' '.join(stray)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jzero: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("jzero", description="Trains GPT models in JAX with a sharded optimizer.")
+    parser = _Parser("jzero", description="Trains GPT models in JAX with a sharded optimizer.")
     parser.add_argument("--version", action="version", version=f"jzero {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -98,8 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         "SIGTERM, or Ctrl-C once, saves after the current step and exits with code 0.",
     )
     train.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/gpt_tiny.yaml")
-    train.add_argument("overrides", metavar="key=value", nargs="*", help="overrides, such as model.optim.lr=1e-3")
-    train.set_defaults(run=_train)
+    train.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="overrides, such as model.optim.lr=1e-3"
+    )
+    train.set_defaults(run=_train, command=train)
 
     generate = commands.add_parser("generate", help="continue a text with a trained model")
     generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/gpt_tiny")
@@ -109,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all (default 50)")
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     generate.add_argument("--checkpoint", default="best", help="best, last, or a step (default best)")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, command=generate)
 
     _add_plan(commands)
 
@@ -118,8 +168,13 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--input", metavar="FILE", nargs="+", required=True, help="text files, or .jsonl with key text")
     build.add_argument("--tokenizer", required=True, help='"bytes", or the path of a tokenizer.json')
     build.add_argument("--output", metavar="PREFIX", required=True, help="writes PREFIX.bin and PREFIX.idx")
-    build.set_defaults(run=_build)
+    build.set_defaults(run=_build, command=build)
     return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+    # without a default, argparse would call them required
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
@@ -127,18 +182,20 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "plan", help="what GPUs would do with a configuration: time, memory, overlap; needs no GPU"
     )
     plan.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/gpt3_1.3b.yaml")
-    plan.add_argument("overrides", metavar="key=value", nargs="*", help="overrides; --sweep leaves these keys alone")
+    plan.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="overrides; --sweep leaves these keys alone"
+    )
     plan.add_argument("--target", default="h100-sxm-80gb", help="the GPU (default h100-sxm-80gb)")
     plan.add_argument("--devices", type=int, help="GPUs in all (default: what the file says)")
     plan.add_argument("--hosts", type=int, help="machines they stand in (default: what the file says)")
     plan.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
     plan.add_argument("--hlo", metavar="FILE", help="write the compiled module, in the order of its schedule")
-    plan.add_argument("--try-advice", action="store_true", help="compile what is advised, and show what it gives")
+    plan.add_argument("--quick", action="store_true", help="estimate what advice would give, instead of compiling it")
     plan.add_argument("--sweep", action="store_true", help="compile all layouts that make sense, and rank them")
     plan.add_argument("--results", metavar="FILE", help="where --sweep keeps what it knows (default: the user's cache)")
     plan.add_argument("--workers", type=int, help="layouts that --sweep compiles at a time (default: one per core)")
     plan.add_argument("--write", metavar="FILE", help="write the best layout of --sweep as a configuration")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, command=plan)
 
 
 def _version() -> str:

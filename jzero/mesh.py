@@ -77,9 +77,15 @@ def _fill(sizes: dict[str, int], devices: int) -> tuple[int, ...]:
 def batch_spec() -> PartitionSpec:
     """The sharding of an array of samples: its first dimension is split over replica and data, the rest is whole.
 
+    A batch that is not placed so is computed whole on every device.
+
     Example:
-        >>> batch_spec() == PartitionSpec(("replica", "data"))
-        True
+        >>> import numpy as np
+        >>> from jax.sharding import NamedSharding
+        >>> mesh = make_mesh(data=-1)
+        >>> batch = jax.device_put(np.ones((16, 4)), NamedSharding(mesh, batch_spec()))
+        >>> batch.addressable_shards[0].data.shape[0] * data_ranks(mesh)
+        16
     """
     return PartitionSpec(BATCH_AXES)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jzero.data import GPTDataset, IndexedDataset, IndexedWriter
+from jzero.plan import available
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.encoder_seq_length=16", "trainer.limit_val_batches=2")
@@ -119,3 +120,53 @@ def test_step_time_runs_every_side(tmp_path):
         assert set(row) == {"median_ms", "ratio"}
         assert min(row.values()) > 0
     assert result["rows"]["jzero"]["ratio"] == 1
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
+def test_plans_are_read_for_what_is_exposed(tmp_path):
+    script = str(ROOT / "benchmarks" / "plan.py")
+    short = ["--micro-batches", "1", "--policies", "gather_twice", "--overrides", "model.num_layers=1"]
+    output = python(tmp_path, script, "overlap", *short, "--json", "out.json")
+    [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (row["policy"], row["micro_batches"], row["accumulation"]) == ("gather_twice", 1, "local")
+    assert 0 < row["exposed_ms"] < row["step_ms"]
+    assert all(0 <= share <= 1 for share in row["layers"].values())
+    assert f"{row['step_ms']:.1f}" in output
+
+
+# --- optimizer and precision -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_optimizer_is_timed_against_what_computes_the_same(tmp_path):
+    script = str(ROOT / "benchmarks" / "optimizer.py")
+    python(tmp_path, script, "--width", "8", "--rounds", "2", "--json", "out.json")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {f"jzero / optax.adamw, {state}" for state in ("warm", "cold")} <= set(result["rows"])
+    assert ("C loop / optax.adamw, warm" in result["rows"]) == result["notes"][0].startswith("C loop: ")
+    assert min(result["rows"].values()) > 0
+
+    python(tmp_path, script, "--width", "8", "--rounds", "2", "--devices", "4", "--json", "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert set(rows) == {
+        "sharded update / replicated update",
+        "scatter + update + gather / all-reduce + replicated update",
+    }
+
+
+@pytest.mark.slow
+def test_low_precision_ends_where_float32_state_does(tmp_path):
+    """A short version of the convergence run: the narrowest modes, within 1% of the reference."""
+    script = str(ROOT / "benchmarks" / "precision.py")
+    modes = ["the same, rounded stochastically", "bf16, remainder, scaled fp8 m, scaled fp16 v"]
+    small = ("model.num_layers=2", "model.hidden_size=64", "model.encoder_seq_length=64", "trainer.limit_val_batches=4")
+    python(tmp_path, script, "--steps", "40", "--json", "out.json", "--modes", *modes, "--overrides", *small)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result["rows"]) == {result["reference"], *modes}
+    assert result["rows"][result["reference"]]["loss"] < 4  # it has learned: a byte in 257 is log 257 = 5.5
+    for row in result["rows"].values():
+        assert abs(row["of_reference"] - 1) < 0.01

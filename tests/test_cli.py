@@ -68,6 +68,72 @@ def test_the_version_starts_without_the_libraries_of_training():
     assert done.stdout.splitlines() == ["jzero 0.1.0", "False"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "jzero: the following arguments are required: COMMAND; see jzero --help"),
+        (["train"], "jzero: the following arguments are required: CONFIG; see jzero train --help"),
+        (["train", "c.yaml", "--lr", "1"], "jzero: unrecognized arguments: --lr 1; see jzero train --help"),
+        (
+            ["generate", "run", "--prompt", "x", "--tokens", "many"],
+            "jzero: argument --tokens: invalid int value: 'many'",
+        ),
+        (["trian"], "jzero: argument COMMAND: invalid choice: 'trian'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(capsys, arguments, line):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    out, error = capsys.readouterr()
+    assert (end.value.code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(line)
+
+
+@pytest.fixture
+def command(inputs):
+    """Starts `jzero train` in a process of its own."""
+
+    def start(*overrides: str, **env: str) -> subprocess.Popen:
+        arguments = [str(inputs / "config.yaml"), f"model.data.data_prefix={inputs}/text", *overrides]
+        cache = str(jax.config.jax_compilation_cache_dir)
+        return subprocess.Popen(
+            [sys.executable, "-m", "jzero", "train", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": cache, **env},
+        )
+
+    return start
+
+
+def test_a_platform_that_is_not_there(command, tmp_path):
+    out, error = command(f"exp_manager.exp_dir={tmp_path}/runs", JAX_PLATFORMS="nonsense").communicate(timeout=60)
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(
+        "jzero: JAX_PLATFORMS: expected a platform that JAX finds on this machine, found nonsense ("
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_reads_the_output(command, tmp_path):
+    """As with `jzero train ... | head -1`: no traceback, and what there is can be continued."""
+    process = command(f"exp_manager.exp_dir={tmp_path}", "trainer.max_steps=500", "trainer.log_every_n_steps=1")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
+def test_sigterm_before_the_first_step_leaves_nothing(command, tmp_path):
+    process = command(f"exp_manager.exp_dir={tmp_path}/runs")
+    assert "no accelerator" in process.stdout.readline()
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "jzero: ended by SIGTERM with nothing to save\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_data_build_writes_what_the_trainer_reads(inputs, text_file):
     file = IndexedDataset(inputs / "text")
     texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
@@ -100,12 +166,15 @@ def test_generate_does_without_the_kernel_that_the_run_had(trained, tmp_path, ca
         (["no-such-run"], "no-such-run: expected the folder of a run, found no config.yaml in it"),
         (["RUN", "--checkpoint", "7"], "expected a readable checkpoint '7', found only steps [3]"),
         (["RUN", "--temperature", "-1"], "temperature: expected at least 0, found -1.0"),
+        (["RUN", "--temperature", "nan"], "temperature: expected a number in 0..2147483647, found nan"),
+        (["RUN", "--seed", "99999999999999999999"], "seed: expected a number in 0..2147483647, found 9999"),
     ],
 )
 def test_generate_refuses(trained, capsys, arguments, message):
     arguments = [str(trained) if a == "RUN" else a for a in arguments]
     assert main(["generate", *arguments, "--prompt", "x"]) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == ""
     assert message in error
     assert error.count("\n") == 1
 
@@ -115,17 +184,25 @@ def test_generate_refuses(trained, capsys, arguments, message):
     [
         ("model.hiden_size=64", "model.hidden_size"),
         ("model.num_layers=two", "model.num_layers"),
-        ("trainer.devices=64", "trainer.devices: 64 × trainer.num_nodes 1 = 64 devices, but there are 8"),
+        (
+            "trainer.devices=64 model.global_batch_size=128",
+            "trainer.devices: 64 × trainer.num_nodes 1 = 64 devices, but there are 8",
+        ),
         ("model.replica_parallel_size=3", "model.replica_parallel_size 3"),
         ("model.global_batch_size=5", "model.global_batch_size: 5 is not divisible"),
         ("model.hidden_size=30", "model.num_attention_heads"),
         ("model.data.data_prefix=/no/such/file", "/no/such/file"),
         ("exp_manager.exp_dir=/dev/null/runs", "run folder /dev/null/runs/gpt: expected room and permission to write"),
         ("model.vocab_size=50", "vocab"),
+        (
+            "exp_manager.exp_dir=/proc/no",
+            "run folder /proc/no/gpt: expected to make it, found No such file or directory",
+        ),
+        ("model.hidden_size=1048576", "memory: expected room for the run, found none for another 32,768.00 GiB"),
     ],
 )
 def test_a_mistake_in_the_configuration(refused, override, message):
-    assert message in refused(override)
+    assert message in refused(*override.split())
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "corrupt"])

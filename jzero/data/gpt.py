@@ -138,10 +138,14 @@ class GPTDataset:
 
     def _raise_foreign(self, window: np.ndarray, begin: int):
         at = int(np.flatnonzero((window >= self.vocab_size) | (window < 0))[0])
-        place = self._stream.locate(begin + at)
-        document = int(np.searchsorted(self.indexed.document_starts, place, side="right")) - 1
-        raise JzeroError(
-            f"{self.indexed.prefix}.bin: expected tokens in 0..{self.vocab_size - 1} (a vocabulary of "
-            f"{self.vocab_size}), found {window[at]} at position {place} (document {document}); use the tokenizer that "
-            "the file was built with"
-        )
+        raise foreign_token(self.indexed, self._stream.locate(begin + at), self.vocab_size)
+
+
+def foreign_token(indexed: IndexedDataset, place: int, vocab_size: int) -> JzeroError:
+    """The error that token number `place` of a file is outside of the vocabulary."""
+    document = int(np.searchsorted(indexed.document_starts, place, side="right")) - 1
+    return JzeroError(
+        f"{indexed.prefix}.bin: expected tokens in 0..{vocab_size - 1} (a vocabulary of {vocab_size}), found "
+        f"{indexed.tokens[place]} at position {place} (document {document}); use the tokenizer that the file was "
+        "built with"
+    )

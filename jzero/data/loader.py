@@ -15,7 +15,7 @@ from absl import flags
 
 from jzero.data.blend import Blend, split_documents
 from jzero.data.corpus import stdlib_corpus
-from jzero.data.gpt import GPTDataset
+from jzero.data.gpt import GPTDataset, foreign_token
 from jzero.data.indexed import IndexedDataset
 from jzero.data.text import Tokenizer, load_tokenizer
 from jzero.errors import JzeroError
@@ -23,6 +23,8 @@ from jzero.errors import JzeroError
 SPLITS = ("train", "validation", "test")
 Dataset = GPTDataset | Blend
 
+_LOOKED_AT = 1 << 26  # tokens of a file that are compared with the vocabulary when it is opened (0.1 s)
+_WINDOWS = 64  # in which they lie, where the file has more
 _AHEAD = 4  # batches read ahead, per process that reads
 _ENDLESS = 1 << 36  # steps: more than any run has, few enough for Grain, which divides lengths as floats
 
@@ -72,7 +74,7 @@ def open_datasets(
         file counts by the samples it has in the split.
 
     Raises:
-        JzeroError: a file is missing or corrupt, or one of them has no documents for training.
+        JzeroError: a file is missing or corrupt, has no documents for training, or is of another vocabulary.
 
     Example:
         >>> import tempfile
@@ -81,7 +83,11 @@ def open_datasets(
         (64,)
     """
     paths, weights = parse_prefix(data_prefix)
-    files = [IndexedDataset(stdlib_corpus(cache_dir) if path == "stdlib" else path) for path in paths]
+    files = [
+        IndexedDataset(stdlib_corpus(cache_dir) if path == "stdlib" else os.path.expanduser(path)) for path in paths
+    ]
+    for file in files:
+        check_vocabulary(file, options["vocab_size"])
     ranges = [split_documents(splits_string, len(file.documents) - 1) for file in files]
     datasets: dict[str, Dataset | None] = {}
     for split, name in enumerate(SPLITS):
@@ -99,19 +105,38 @@ def open_datasets(
     return datasets
 
 
-def config_tokenizer(config: Any) -> Tokenizer:
-    """The tokenizer of `config.model.tokenizer`: library "bytes", or "tokenizers" with the path of a `tokenizer.json`.
+def check_vocabulary(file: IndexedDataset, vocab_size: int, limit: int = _LOOKED_AT) -> None:
+    """Looks for tokens outside of the vocabulary, in the whole of a small file, in windows all over a large one.
+
+    What is not looked at here is checked when it is read; but a file of another tokenizer shows here, before a run has
+    begun.
+
+    Args:
+        file: integer tokens; others are refused elsewhere.
+        vocab_size: every token must be in 0..vocab_size - 1.
+        limit: tokens looked at.
 
     Raises:
-        JzeroError: another library, or a path that is missing or without use.
+        JzeroError: names the file, the token and its place.
     """
-    library, path = config.model.tokenizer.library, config.model.tokenizer.model
-    if library not in ("bytes", "tokenizers") or (library == "bytes") != (path is None):
-        raise JzeroError(
-            'model.tokenizer: expected library "bytes" without model, or "tokenizers" with model the path of a '
-            f"tokenizer.json, found library {library} and model {path}; correct one of the two"
-        )
-    return load_tokenizer("bytes" if path is None else path)
+    if file.dtype.kind not in "iu" or (file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size):
+        return
+    size = len(file.tokens)
+    step, length = (size // _WINDOWS, limit // _WINDOWS) if size > limit else (max(size, 1), size)
+    for begin in range(0, size, step):
+        window = file.tokens[begin : begin + length]
+        if len(window) and (window.max() >= vocab_size or window.min() < 0):
+            at = int(np.flatnonzero((window >= vocab_size) | (window < 0))[0])
+            raise foreign_token(file, begin + at, vocab_size)
+
+
+def config_tokenizer(config: Any) -> Tokenizer:
+    """The tokenizer of `config.model.tokenizer`: that of bytes, or the one in the file `model`.
+
+    Raises:
+        JzeroError: the file is missing or of no use.
+    """
+    return load_tokenizer(config.model.tokenizer.model or "bytes")
 
 
 def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str, Dataset | None]:
@@ -125,18 +150,10 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str,
         "train", "validation" and "test"; the last two may be None.
 
     Raises:
-        JzeroError: see `open_datasets`; or a key of the configuration cannot apply.
+        JzeroError: see `open_datasets`.
     """
     data = config.model.data
     tokenizer = config_tokenizer(config) if tokenizer is None else tokenizer
-    if data.data_impl != "mmap":
-        raise JzeroError(f"model.data.data_impl: expected mmap, found {data.data_impl}; set it to mmap")
-    if "stdlib" in parse_prefix(data.data_prefix)[0] and config.model.tokenizer.library != "bytes":
-        raise JzeroError(
-            'model.data.data_prefix: expected the tokenizer "bytes" with the built-in corpus "stdlib", found '
-            f"{config.model.tokenizer.library}; set model.tokenizer.library to bytes or data_prefix to a file of that "
-            "tokenizer"
-        )
     return open_datasets(
         data.data_prefix,
         splits_string=data.splits_string,

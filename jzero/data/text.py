@@ -1,6 +1,7 @@
 """From text to tokens: two tokenizers with the same four methods, and the build of an indexed file from text files."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ class FileTokenizer:
     def __init__(self, path: str | Path):
         from tokenizers import Tokenizer as Backend  # costs an import that byte-level users need not pay
 
-        if not Path(path).is_file():
+        path = os.path.expanduser(path)
+        if not os.path.isfile(path):
             raise JzeroError(
                 f'tokenizer {path}: expected "bytes" or the path of a tokenizer.json, found no such file; check the '
                 "path"
@@ -169,9 +171,9 @@ def build(
         inputs: files. Each line of a `.jsonl` file is an object whose `key` is a document (blank lines are skipped);
             any other file is one document. All are UTF-8.
         tokenizer: a name for `load_tokenizer`, or a tokenizer.
-        output: path without `.bin` and `.idx`.
+        output: path without `.bin` and `.idx`; ~ in paths is the user's home.
         key: where the text is in an object of a `.jsonl` file.
-        progress: show a bar on standard error.
+        progress: show a bar on standard error, if that is a terminal.
 
     Returns:
         What was written. Tokens are uint16 for vocabularies below 65,500, else int32.
@@ -189,11 +191,12 @@ def build(
         (1, 6)
     """
     encoder = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-    paths = [Path(path) for path in inputs]
+    paths = [Path(os.path.expanduser(path)) for path in inputs]
     for path in paths:
         if not path.is_file():
             found = "a folder" if path.is_dir() else "no such file"
             raise JzeroError(f"{path}: expected a text or .jsonl file, found {found}; give the paths of files")
+    output = _prefix(output)
     documents = tokens = empty = 0
     dtype = smallest_dtype(encoder.vocab_size)
     with _bar(sum(path.stat().st_size for path in paths), progress) as advance, IndexedWriter(output, dtype) as writer:
@@ -211,7 +214,23 @@ def build(
                 f"{', '.join(map(str, paths)) or 'inputs'}: expected at least one document with text, found none; give "
                 "files that hold text"
             )
-    return Built(str(output), documents, tokens, empty, dtype.name)
+    return Built(output, documents, tokens, empty, dtype.name)
+
+
+def _prefix(output: str | Path) -> str:
+    """The output's path without ~, if it is one that names two files."""
+    text = os.path.expanduser(output)
+    name = os.path.basename(text)
+    if name in ("", ".", ".."):
+        raise JzeroError(
+            f"output {output}: expected a path that ends in a name, found a folder; give {os.path.join(text, 'text')}"
+        )
+    if name.endswith((".bin", ".idx")):
+        raise JzeroError(
+            f"output {output}: expected a path without .bin and .idx, which are added, found {name[-4:]}; "
+            f"give {text[:-4]}"
+        )
+    return text
 
 
 def _documents(paths: Sequence[Path], key: str) -> Iterator[tuple[str, int]]:
@@ -290,7 +309,8 @@ def _batches(documents: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], 
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("tokenize"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task("tokenize", total=total)
         yield lambda size: progress.advance(task, size)
 

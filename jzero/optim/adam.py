@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -21,6 +23,7 @@ def distributed_fused_adam(
     *,
     mesh: Mesh,
     adam_w_mode: bool = True,
+    bias_correction: bool = True,
     **options: Any,
 ) -> ZeroTransformation:
     r"""AdamW (or Adam with L2) whose masters and moments are sharded over the data axis.
@@ -39,8 +42,10 @@ def distributed_fused_adam(
             unsplit shapes as `jax.ShapeDtypeStruct`s.
         mesh: the device mesh.
         adam_w_mode: False adds lambda p to the gradient instead (Apex: the same name).
-        **options: every option of `zero`: axis, replica_axis, master, gradients, grad_sync_dtype, param_sync_dtype,
-            clip_norm, skip_nonfinite, loss_scale, param_specs, stacked.
+        bias_correction: False leaves out the two divisions by 1 - b^t (Apex: the same name).
+        **options: every option of `zero`: axis, replica_axis, master, state_dtype, stochastic_rounding, gradients,
+            grad_sync_dtype, param_sync_dtype, clip_norm, skip_nonfinite, loss_scale, param_specs, stacked.
+            `state_dtype` by field names the moments `mu` and `nu`.
 
     Returns:
         An optax transformation with `step`, `state_specs` and `partition_report`, see `zero`.
@@ -59,11 +64,20 @@ def distributed_fused_adam(
 
     def inner(params: Any) -> optax.GradientTransformation:
         chosen = mask(params) if callable(mask) else mask
-        if adam_w_mode:
-            return optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=chosen)
-        return optax.chain(
-            optax.add_decayed_weights(weight_decay, chosen), optax.scale_by_adam(b1, b2, eps),
-            optax.scale_by_learning_rate(learning_rate),
-        )  # fmt: skip
+        moments = optax.scale_by_adam(b1, b2, eps) if bias_correction else _uncorrected(b1, b2, eps)
+        decay, rate = optax.add_decayed_weights(weight_decay, chosen), optax.scale_by_learning_rate(learning_rate)
+        return optax.chain(moments, decay, rate) if adam_w_mode else optax.chain(decay, moments, rate)
 
     return zero(inner, mesh=mesh, **options)
+
+
+def _uncorrected(b1: Any, b2: Any, eps: Any) -> optax.GradientTransformation:
+    """m / (sqrt(v) + eps): `optax.scale_by_adam` without bias correction, with its state."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, updates)
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        return direction, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    return optax.GradientTransformation(optax.scale_by_adam().init, cast(Any, update))

@@ -19,7 +19,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from jzero.optim import collectives, regions
+from jzero.optim import checks, collectives, regions
 from jzero.optim import gradients as kinds_
 from jzero.optim.partition import Plan, make_plan
 
@@ -67,6 +67,7 @@ def scatter_gradients(
         >>> params = {"w": jax.numpy.ones((8, 8))}
         >>> updates, state = jax.jit(tx.update)(params, tx.init(params), params)
     """
+    checks.check_mesh(mesh)
     replica = regions.replica_axes(replica_axis, mesh, axis)
 
     def init(params: Any) -> ScatterState:

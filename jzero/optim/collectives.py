@@ -43,7 +43,9 @@ def take(x: Array, leaf: Leaf) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, rank * size, size, axis=leaf.split)
 
 
-def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = jnp.float32) -> Array:
+def scatter(
+    g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = jnp.float32, behind: Any = None
+) -> Array:
     """Phase 1: this rank's shard of the gradient's mean over the data and replica axes.
 
     A reduce-scatter over the data axis, then an all-reduce of the shard over the replica axes (Apex: distributed and
@@ -54,6 +56,7 @@ def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = j
         leaf: the plan.
         replica: names of the axes over which the state is repeated.
         dtype: dtype on the wire, in which the sum accumulates (Apex: `grad_sync_dtype`).
+        behind: arrays that are computed before the result is used, so that the reduce-scatter hides behind them.
 
     Returns:
         `leaf.shard_local_shape`, float32.
@@ -73,7 +76,8 @@ def scatter(g: Array, leaf: Leaf, *, replica: Sequence[str] = (), dtype: Any = j
         g = jax.lax.psum_scatter(_flatten(g, leaf), leaf.axis, scatter_dimension=leaf.stacked, tiled=True)
         g = g.reshape(leaf.shard_local_shape)
     else:
-        g = jax.lax.psum_scatter(g, leaf.axis, scatter_dimension=leaf.split, tiled=True)
+        g = _scatter_along(g, leaf.axis, leaf.split, leaf.ranks)
+    g = g if behind is None else after(behind, g)
     if replica:
         g = jax.lax.psum(g, tuple(replica))
     g = g.astype(jnp.float32)
@@ -117,7 +121,7 @@ def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying"
     if leaf.axis is not None:
         dimension = leaf.stacked if leaf.split is None else leaf.split
         x = _flat_view(x, leaf) if leaf.split is None else x
-        x = jax.lax.all_gather(x, leaf.axis, axis=dimension, tiled=True, to=to)
+        x = _gather_along(x, leaf.axis, dimension, to)
     if leaf.split is None:
         lead, size = _lead_and_size(leaf)
         x = x.reshape(*lead, leaf.ranks * leaf.flat_size)[..., :size]
@@ -168,7 +172,8 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
     sums: dict[tuple[str, ...], Array] = {}
     for shard, leaf in zip(shards, leaves, strict=True):
         key = tuple(sorted(name for name in leaf.axes if name in bound))
-        square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
+        with jax.named_scope("zero_norm"):
+            square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
         sums[key] = sums[key] + square if key in sums else square
     return sums
 
@@ -202,6 +207,26 @@ def vary(x: Array, axes: Sequence[str]) -> Array:
     """
     missing = tuple(name for name in axes if name not in regions.varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing and regions.tracks_varying(axes[0]) else x
+
+
+def _gather_along(x: Array, axis: str, dimension: int, to: Literal["varying", "invarying"]) -> Array:
+    """All-gather along a dimension; where others lie before it, as whole shards one after the other, then in order.
+
+    NCCL puts shards one after the other. Left to itself XLA lays the *shard* out with `dimension` first, which takes
+    the update apart: new values go to memory in float32 and are read again.
+    """
+    if math.prod(x.shape[:dimension]) == 1:
+        return jax.lax.all_gather(x, axis, axis=dimension, tiled=True, to=to)
+    parts = jnp.moveaxis(jax.lax.all_gather(x, axis, to=to), 0, dimension)
+    return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
+
+
+def _scatter_along(g: Array, axis: str, dimension: int, ranks: int) -> Array:
+    """Reduce-scatter along a dimension, in the same manner."""
+    if math.prod(g.shape[:dimension]) == 1:
+        return jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
+    parts = g.reshape(*g.shape[:dimension], ranks, -1, *g.shape[dimension + 1 :])
+    return jax.lax.psum_scatter(jnp.moveaxis(parts, dimension, 0), axis)
 
 
 def _lead_and_size(leaf: Leaf) -> tuple[tuple[int, ...], int]:

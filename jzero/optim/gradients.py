@@ -2,10 +2,14 @@
 
 | kind | where it comes from | what is done to it |
 |---|---|---|
-| reduced | plain `jit` (GSPMD), or invariant over data inside `shard_map` | already the mean: take this rank's shard |
+| reduced | plain `jit` (GSPMD), or declared inside `shard_map` | already the mean: take this rank's shard |
 | local | inside `shard_map`: this rank's gradient of its own mean loss | reduce-scatter, divided by data x replica |
 | unreduced | Explicit axes, `P(..., unreduced={"data"})` | `jax.reshard` to the shard, not divided |
 | scattered | the output of `scatter_gradients` | nothing: it is a shard |
+
+Inside `shard_map`, autodiff *sums* over the ranks the gradient of parameters that do not vary: the mean if the loss was
+one over all ranks (`jax.lax.pmean`), d times the mean if it was this rank's own. The type is the same, and Adam would
+hide the factor, so "auto" refuses such a gradient there and says what to write.
 """
 
 from __future__ import annotations
@@ -116,7 +120,18 @@ def _kind_inside(g: Any, leaf: Leaf, bound: Sequence[str], declared: str) -> Kin
             f"gradient of {leaf.path}: it varies over {varying} but not over all of {bound}, so its kind cannot be "
             "told; make it vary over all of them (jax.lax.pcast of the parameters) or over none (jax.lax.pmean)"
         )
+    if not varying and declared != "reduced":
+        raise ValueError(
+            f"gradient of {leaf.path}: {_wrongly(declared)}it is the same on every rank of {list(bound)}, so autodiff "
+            "has summed it, and the type does not tell whether that is the mean; differentiate with respect to "
+            f"jax.lax.pcast(params, {tuple(bound)}, to='varying') (local gradients, one reduce-scatter), or, if your "
+            "loss is a mean over these ranks (jax.lax.pmean), pass gradients='reduced'"
+        )
     return _agreed(leaf, declared, "local" if varying else "reduced")
+
+
+def _wrongly(declared: str) -> str:
+    return "" if declared == "auto" else f"declared gradients='{declared}', but "
 
 
 def _agreed(leaf: Leaf, declared: str, found: Kind) -> Kind:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.optim.precision import Scaled
 
@@ -263,8 +263,8 @@ def make_plan(
 def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> Spec:
     """The axes that already split a leaf: as told, or as its own sharding says."""
     sharding = getattr(value, "sharding", None)
-    if isinstance(value, Tracer):
-        sharding = jax.typeof(value).sharding
+    if spec is None and isinstance(value, Tracer):
+        sharding = _traced_sharding(path, value, mesh)
     if spec is None and isinstance(sharding, NamedSharding):
         if sharding.mesh.shape != mesh.shape and sharding.spec != PartitionSpec():
             raise ValueError(
@@ -279,6 +279,22 @@ def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> 
     if len(names) > ndim:
         raise ValueError(f"{path}: expected a spec of at most {ndim} entries, found {spec}")
     return (*names, *[()] * (ndim - len(names)))
+
+
+def _traced_sharding(path: str, value: Tracer, mesh: Mesh) -> NamedSharding | None:
+    """The sharding of what `jit` traces, where its type shows it: on Explicit axes."""
+    sharding = jax.typeof(value).sharding
+    hidden = any(t == AxisType.Auto and sharding.mesh.shape[n] > 1 for n, t in zip(
+        sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))  # fmt: skip
+    if (sharding.mesh.empty or hidden) and mesh.size > 1:
+        explicit = any(t == AxisType.Explicit for t in mesh.axis_types)
+        place = ", or place them with jax.device_put(params, NamedSharding(mesh, spec)) first" if explicit else ""
+        raise ValueError(
+            f"{path}: inside jit the sharding of the parameters does not show; call init outside of jit, or tell it by "
+            "param_specs: PartitionSpec() where they are whole on every device, else "
+            f"jax.tree.map(lambda x: x.sharding.spec, params){place}"
+        )
+    return sharding
 
 
 def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, stacked: int, share: bool) -> Leaf:

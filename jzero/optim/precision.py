@@ -95,6 +95,34 @@ def scaled(dtype: Any, stacked: int = 0) -> Codec:
     return Codec(f"scaled {dtype.name}", measure, store, decode, dtype, scaled=True)
 
 
+def read_blocks(stored: Scaled) -> Array:
+    """A whole scaled array as float32, whatever blocks its scales belong to: each dimension is cut evenly.
+
+    Example:
+        >>> read_blocks(Scaled(jnp.float16([1, 2, 3, 4]), jnp.float32([1, 10])))
+        Array([ 1.,  2., 30., 40.], dtype=float32)
+    """
+    blocks, each = _blocks(stored.value, stored.scale.shape)
+    return (blocks.astype(jnp.float32) * stored.scale.reshape(each)).reshape(stored.value.shape)
+
+
+def store_blocks(x: Array, dtype: Any, shape: tuple[int, ...]) -> Scaled:
+    """A whole float32 array, stored with scales of that shape: one per block, each dimension cut evenly."""
+    blocks, each = _blocks(x, shape)
+    codec = scaled(dtype)
+    scale = jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim, 2)), initial=0.0, keepdims=True)
+    scale = scale / (float(jnp.finfo(dtype).max) / 2)
+    value, _ = codec.store(blocks, scale)
+    assert scale.shape == each
+    return Scaled(value.reshape(x.shape), scale.reshape(shape))
+
+
+def _blocks(x: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """[blocks, elements, blocks, elements, ...]: an array cut into so many blocks per dimension; the scales' shape."""
+    cut = [(parts, n // parts) for n, parts in zip(x.shape, shape, strict=True)]
+    return x.reshape([n for pair in cut for n in pair]), tuple(n for parts in shape for n in (parts, 1))
+
+
 STATE_DTYPES: dict[str, Callable[[int], Codec]] = {
     "fp32": lambda stacked: cast("float32"),
     "bf16": lambda stacked: cast("bfloat16"),

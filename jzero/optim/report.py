@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jzero.optim.partition import Leaf, owners
+from jzero.optim.storage import Slot, Storage
 
 
 class ReportRow(NamedTuple):
@@ -18,6 +20,7 @@ class ReportRow(NamedTuple):
     dtype: str  # of the parameter
     split: str  # "dimension 0 of 2", or "flattened, 3 of padding"
     shard: tuple[int, ...]  # shape of what one device holds of every state array
+    precision: str  # how its state is kept: "remainder, mu fp32, nu fp32"; the master first
     state_bytes: int  # bytes of optimizer state on one device
 
 
@@ -25,7 +28,7 @@ class PartitionReport(tuple[ReportRow, ...]):
     """The rows of `tx.partition_report(params)`; `str()` of it is an aligned table."""
 
     def __str__(self) -> str:
-        rows = [ReportRow._fields, *((r.path, r.shape, r.dtype, r.split, r.shard, f"{r.state_bytes:,}") for r in self)]
+        rows = [ReportRow._fields, *((*r[:-1], f"{r.state_bytes:,}") for r in self)]
         cells = [[str(cell) for cell in row] for row in rows]
         widths = [max(len(row[i]) for row in cells) for i in range(len(ReportRow._fields))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -39,8 +42,22 @@ def describe(leaf: Leaf) -> str:
     return f"dimension {leaf.split} of {len(leaf.shape)}"
 
 
-def partition_report(state: Any) -> PartitionReport:
-    """The report of an abstract `ZeroState`."""
+def kept(leaf: Leaf, storage: Storage, slots: Sequence[Slot]) -> str:
+    """How master and state of a leaf are kept, in words."""
+    mode = storage.mode(leaf)
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+    written = lambda dtype: short.get(str(dtype), str(dtype))
+    fields = {
+        slot.field: f"scaled {written(slot.codec.dtype)}" if slot.codec and slot.codec.scaled
+        else written(slot.codec.dtype if slot.codec else slot.dtype)
+        for slot in slots if slot.leaf == leaf and slot.field
+    }  # fmt: skip
+    master = {"none": "no master", "fp32": "fp32 master", "scaled_fp16": "scaled fp16 master"}.get(mode, mode)
+    return ", ".join([master, *(f"{field} {codec}" for field, codec in fields.items())])
+
+
+def partition_report(state: Any, storage: Storage, slots: Sequence[Slot]) -> PartitionReport:
+    """The report of an abstract `ZeroState`, kept as `storage` and `slots` say."""
     sizes = dict.fromkeys((leaf.path for leaf in state.plan.leaves), 0)
 
     def add(x: Any, leaf: Leaf) -> None:
@@ -53,6 +70,14 @@ def partition_report(state: Any) -> PartitionReport:
         for x in jax.tree.leaves(stored):
             add(x, leaf)
     return PartitionReport(
-        ReportRow(leaf.path, leaf.shape, leaf.dtype, describe(leaf), leaf.shard_local_shape, sizes[leaf.path])
+        ReportRow(
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            describe(leaf),
+            leaf.shard_local_shape,
+            kept(leaf, storage, slots),
+            sizes[leaf.path],
+        )
         for leaf in state.plan.leaves
     )

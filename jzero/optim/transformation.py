@@ -50,7 +50,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return self.core.specs(self.core.plan(params))
 
     def partition_report(self, params: Any) -> PartitionReport:
-        """How every leaf is split and its cost: rows of path, shape, dtype, split, shard and bytes per device.
+        """How every leaf is split, kept, and what it costs: one row each, see `jzero.optim.report.ReportRow`.
 
         Example:
             >>> import jax, jzero
@@ -58,7 +58,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             >>> tx.partition_report({"w": jax.ShapeDtypeStruct((16, 4), "float32")})[0].split
             'dimension 0 of 2'
         """
-        return partition_report(self.core.abstract_init(params))
+        state = self.core.abstract_init(params)
+        return partition_report(state, self.core.storage, self.core.slots(state.plan))
 
     def check_masters(self, params: Any, state: ZeroState) -> None:
         """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
@@ -102,13 +103,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
+        own = self.core.unscaled(shards, state)
         if norm is None:
-            shards = self.core.unscaled(shards, state)
-            norm = collectives.global_norm(shards, state.plan.leaves)
+            unscaled = collectives.global_norm(own, state.plan.leaves)
         else:
-            *shards, norm = self.core.unscaled([*shards, norm], state)
-        new, _, state = self.core.guarded(shards, state, list(params), norm, extra, True)
-        return new, state, norm
+            [unscaled] = self.core.unscaled([norm], state)
+        new, _, state = self.core.guarded(own, state, list(params), unscaled, extra, True)
+        return new, state, unscaled
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.

@@ -27,7 +27,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, collectives, elementwise, gradients, masters, precision, regions, scales
+from jzero.optim import chain, checks, collectives, elementwise, gradients, masters, precision, regions, scales
 from jzero.optim.gradients import KINDS
 from jzero.optim.loss_scale import DynamicLossScale, Guard, make_guard
 from jzero.optim.partition import Leaf, Plan, make_plan
@@ -76,7 +76,8 @@ def zero(
         stochastic_rounding: round what is stored as bfloat16 without scale or master up or down at random, right on
             average. The state holds the seed and a count, so runs repeat exactly on the same mesh.
         gradients: kind of gradient, see `jzero.optim.gradients`: "auto" reads it from the type and raises where it
-            cannot tell; "local", "reduced", "unreduced" declare it.
+            cannot tell; "local", "reduced", "unreduced" declare it. Inside `shard_map` differentiate with respect to
+            `jax.lax.pcast(params, axes, to="varying")`, or declare "reduced" where the loss is a mean over all ranks.
         grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name). Only
             local gradients cross the wire here; for others anything but float32 is an error.
         param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own. A floating dtype rounds, an
@@ -105,6 +106,8 @@ def zero(
         >>> state = tx.init(params)
         >>> params, state = jax.jit(tx.step)(jax.tree.map(jnp.ones_like, params), state, params)
     """
+    checks.check_inner(inner)
+    checks.check_mesh(mesh)
     core = Zero(
         inner=inner,
         mesh=mesh,
@@ -189,6 +192,7 @@ class Zero:
         scalars = jax.tree.map(lambda _: PartitionSpec(), (state.rounding, state.guard))
         return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars)
 
+    @functools.cache  # noqa: B019  one entry per plan
     def abstract(self, plan: Plan) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s of global shapes."""
         master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
@@ -214,7 +218,8 @@ class Zero:
         """The inner transformation for these parameters, on shards; it sees the original shapes."""
         inner = self.inner
         if not isinstance(inner, optax.GradientTransformation):
-            inner = inner(plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]))
+            shapes = plan.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves])
+            inner = checks.check_made(inner(shapes))
         return elementwise.on_shards(inner, plan)
 
     def encode(
@@ -239,6 +244,7 @@ class Zero:
     def apply(self, updates: Any, state: ZeroState, params: Any = None, **extra: Any) -> tuple[Any, ZeroState]:
         """The three phases, as optax's `update`."""
         if params is not None and masters.is_concrete((updates, state, params)):
+            checks.check_arguments(updates, state, params)
             masters.check(self, params, state)
         return self.run(updates, state, params, extra, direct=False)
 
@@ -248,7 +254,10 @@ class Zero:
         """The three phases. `direct` returns new parameters, otherwise updates."""
         if params is None:
             raise ValueError("zero: update needs the parameters; call tx.update(grads, state, params)")
+        checks.check_arguments(grads, state, params)
         plan = state.plan.like(params)
+        ranks = 1 if self.axis is None else self.mesh.shape[self.axis]
+        checks.check_state(state, self.abstract(plan), plan, self.axis, ranks)
         flat = plan.flatten(params, "params")
         for p, leaf in zip(flat, plan.leaves, strict=True):
             gradients.check_parameter(p, leaf)
@@ -273,7 +282,8 @@ class Zero:
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm or self.guard else None
             own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
             new, updates, state = self.guarded(shards, state, own, norm, extra, direct)
-            return self.gather(new, updates, params, plan, direct), state
+            with jax.named_scope("zero_gather"):
+                return self.gather(new, updates, params, plan, direct), state
 
         param_specs = [leaf.param_spec for leaf in plan.leaves]
         specs = self.specs(plan)
@@ -285,10 +295,11 @@ class Zero:
         self, values: list[Array], plan: Plan, kinds: Sequence[gradients.Kind], bound: Sequence[str]
     ) -> list[Array]:
         """Phase 1: every gradient as this rank's float32 shard of the mean."""
-        return [
-            gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
-            for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
-        ]
+        with jax.named_scope("zero_scatter"):
+            return [
+                gradients.to_shard(g, leaf, kind, self.replica, self.grad_sync_dtype, bound)
+                for g, leaf, kind in zip(values, plan.leaves, kinds, strict=True)
+            ]
 
     def unscaled(self, shards: Sequence[Array], state: ZeroState) -> list[Array]:
         """The shards of the loss's own gradient, where the loss was scaled."""
@@ -298,7 +309,8 @@ class Zero:
         self, shards: list[Array], state: ZeroState, params: list[Array], norm: Any, extra: dict[str, Any], direct: bool
     ) -> tuple[list[Array], list[Array], ZeroState]:
         """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps."""
-        new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
+        with jax.named_scope("zero_update"):  # the phases' names in profiles
+            new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
         after = dataclasses.replace(after, guard=state.guard)
         if self.guard is None:
             return new, flat, after

@@ -77,14 +77,15 @@ class DataParallel:
         """The axes over which a whole weight is marked as varying: its gradient is still to be summed over them."""
         return (*self.varying, *((AXIS,) if self.tensor.partial(leaf.axes) else ()))
 
-    def scatter(self, grads: Any) -> Any:
-        """Full gradients of this rank -> float32 shards of the mean."""
+    def scatter(self, grads: Any, behind: Any = None) -> Any:
+        """Full gradients of this rank -> float32 shards of the mean, hidden behind the computation of `behind`."""
         flat, treedef = jax.tree.flatten(grads)
-        return treedef.unflatten([self.scatter_one(g, i) for i, g in enumerate(flat)])
+        return treedef.unflatten([self.scatter_one(g, i, behind) for i, g in enumerate(flat)])
 
-    def scatter_one(self, grad: Array, number: int) -> Array:
+    def scatter_one(self, grad: Array, number: int, behind: Any = None) -> Array:
         """`scatter` for the parameter of this number, in flattening order."""
-        return collectives.scatter(grad, self.leaves[number], replica=self.replica, dtype=self.grad_dtype)
+        leaf = self.leaves[number]
+        return collectives.scatter(grad, leaf, replica=self.replica, dtype=self.grad_dtype, behind=behind)
 
     def complete(self, shards: Any) -> Any:
         """Gradients' shards that are but a part of the sum on each tensor rank -> the sums, the same on every one."""
@@ -189,7 +190,7 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
 
 def backward(
     saved: Saved, dy: Array, parallel: DataParallel, *, sums: Any, local: Any = None, scatter: bool
-) -> tuple[Array, Any]:
+) -> tuple[Array, Any, Any]:
     """Gradients of all layers, last layer first.
 
     A layer's gradient is scattered while the layer before it runs its VJP, and weights that were not kept are gathered
@@ -204,16 +205,13 @@ def backward(
         scatter: reduce each layer's gradient to this rank's shard; otherwise sum it locally.
 
     Returns:
-        Cotangent of the input [B, T, D]; the new sums.
+        Cotangent of the input [B, T, D]; the new sums; the first layer's gradient, which `scatter_first` is to reduce
+        (None where nothing is scattered).
     """
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
     if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
         layers = Layers(collectives.after(dy, layers.stacked), shards=True)
-
-    def add(sums: Any, i: Any, value: Any) -> Any:
-        put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")
-        return jax.tree.map(put, sums, value)
 
     def finish(i: Any, dw: Any) -> Any:
         return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
@@ -223,15 +221,15 @@ def backward(
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = gathered if layers.shards else layers.at(i)
         if scatter:
-            sums = add(sums, i + 1, per_layer.scatter(pending))
+            sums = _add(sums, i + 1, per_layer.scatter(pending))
         assert saved.rebuild is not None
         dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
         if scatter:
             return dx, earlier, finish(i, dw), sums
-        return dx, earlier, None, add(sums, i, dw)
+        return dx, earlier, None, _add(sums, i, dw)
 
     dw, dx = saved.last(dy)
-    pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
+    pending, sums = (finish(final, dw), sums) if scatter else (None, _add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
     carry, first = (dx, gathered, pending, sums), int(layers.shards and final > 0)
     if final > first:
@@ -240,10 +238,25 @@ def backward(
     if first:  # the layer before which there is none to gather
         carry = one(jnp.int32(0), carry, ahead=False)
     dx, _, pending, sums = carry
-    if not scatter:
-        return dx, sums
+    return dx, sums, pending
+
+
+def scatter_first(sums: Any, pending: Any, parallel: DataParallel, behind: Any) -> Any:
+    """The sums with the first layer's gradient in them; second and third result of `backward`.
+
+    Args:
+        sums: float32 shards [L, ...].
+        pending: the first layer's gradient, of full size.
+        parallel: the plan of the stacked weights.
+        behind: arrays whose computation hides the reduce-scatter.
+    """
     pending = collectives.after(sums, pending)  # or XLA merges the last two scatters, and both come late
-    return dx, add(sums, 0, per_layer.scatter(pending))
+    return _add(sums, 0, parallel.layer().scatter(pending, behind))
+
+
+def _add(sums: Any, i: Any, value: Any) -> Any:
+    put = lambda total, v: total.at[i].add(v.astype(jnp.float32), mode="promise_in_bounds")
+    return jax.tree.map(put, sums, value)
 
 
 def apply(

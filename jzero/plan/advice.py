@@ -1,7 +1,7 @@
 """What to change where something does not fit or is exposed, with the number that the change would give.
 
-The numbers are formulas over the report (bytes that would go, collectives that would be shorter or hidden), and say so;
-`jzero plan --try-advice` compiles each changed step and puts its numbers in their place.
+Here the numbers are formulas over the report (bytes that would go, collectives that would be shorter or hidden), and
+say so; `jzero plan` compiles each changed step, puts its numbers in their place, and leaves out what does not help.
 """
 
 from __future__ import annotations
@@ -148,13 +148,23 @@ def _hide(report: Report, config: Config) -> Iterator[Advice]:
 
 def measured(advice: Advice, before: Report, after: Report) -> Advice:
     """Advice with the numbers of the changed step, compiled."""
-    memory, peaks = after.memory, [r.memory.peak / GIB for r in (before, after)]
-    effect = (
-        f"peak {peaks[1]:,.2f} GiB instead of {peaks[0]:,.2f}, {'fits' if memory.fits else 'still too much'}; "
-        f"step {after.step_ms:,.2f} ms instead of {before.step_ms:,.2f}; "
-        f"exposed {_share(after)} instead of {_share(before)}"
-    )
+    rows = [
+        ("peak", "GiB", before.memory.peak / GIB, after.memory.peak / GIB),
+        ("step", "ms", before.step_ms, after.step_ms),
+        ("exposed", "%", 100 * before.exposed_ms / before.step_ms, 100 * after.exposed_ms / after.step_ms),
+    ]
+    effect = "; ".join(f"{name} {new:,.2f} {unit} instead of {old:,.2f}" for name, unit, old, new in rows)
+    effect += f"; tokens/s {after.tokens_per_second or 0:,.0f} instead of {before.tokens_per_second or 0:,.0f}"
+    if not before.memory.fits:
+        effect += "; fits" if after.memory.fits else "; still too much"
     return dataclasses.replace(advice, effect=effect, how="compiled")
+
+
+def helps(before: Report, after: Report) -> bool:
+    """Whether a changed step is better: smaller where the first does not fit, else one that fits and is faster."""
+    if not before.memory.fits:
+        return after.memory.peak < before.memory.peak
+    return after.memory.fits and (after.tokens_per_second or 0) > (before.tokens_per_second or 0)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jzero.errors import JzeroError
-from jzero.plan.advice import measured
+from jzero.plan.advice import helps, measured
 from jzero.plan.planner import plan
 from jzero.plan.result import Report
 from jzero.plan.search import SKIPPED, Outcome, sweep
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Plan, and print or write what was asked for.
 
     Args:
-        arguments: config, overrides, target, devices, hosts, json, hlo, try_advice, sweep, results, workers, write.
+        arguments: config, overrides, target, devices, hosts, json, hlo, quick, sweep, results, workers, write.
     """
     with contextlib.suppress(RuntimeError):  # JAX is in use already: leave it
         if not jax.config.jax_platforms:  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace, config: Config) -> None:
     with _status(f"compiling for {arguments.target}"):
         report = plan(config, arguments.target, arguments.devices, arguments.hosts)
-    if arguments.try_advice:
+    if not arguments.quick:
         report = _try_advice(arguments, report)
     if arguments.hlo:
         _write(arguments.hlo, report.text)
@@ -59,16 +59,23 @@ def _plan(arguments: argparse.Namespace, config: Config) -> None:
 
 
 def _try_advice(arguments: argparse.Namespace, report: Report) -> Report:
-    """The report, its advice with numbers of the changed steps."""
-    advice = []
+    """The report, its advice with the numbers of the changed steps; what does not help is only told."""
+    advice, notes = [], list(report.notes)
     for one in report.advice:
         if one.overrides:
-            with _status(f"compiling with {' '.join(one.overrides)}"):
-                changed = load_config(arguments.config, [*arguments.overrides, *one.overrides])
-                after = plan(changed, arguments.target, arguments.devices, arguments.hosts)
+            keys = " ".join(one.overrides)
+            try:
+                with _status(f"compiling with {keys}"):
+                    changed = load_config(arguments.config, [*arguments.overrides, *one.overrides])
+                    after = plan(changed, arguments.target, arguments.devices, arguments.hosts)
+            except JzeroError:
+                continue  # not with this configuration
             one = measured(one, report, after)
+            if not helps(report, after):
+                notes.append(f"tried without gain: {keys} ({one.effect})")
+                continue
         advice.append(one)
-    return dataclasses.replace(report, advice=advice)
+    return dataclasses.replace(report, advice=advice, notes=notes)
 
 
 def _sweep(arguments: argparse.Namespace, config: Config) -> None:
@@ -124,8 +131,9 @@ def ranking(outcomes: list[Outcome], rows: int = 15) -> Table:
         f"{len(outcomes)} layouts: {len(fitting)} fit, {large} do not, {skipped} need more than one of those"
         + (f", {len(errors)} failed ({errors[0]})" if errors else "")
     )
-    for column in ("policy", "micro-batch", "checkpointing", "accumulation", "replica"):
-        table.add_column(column, justify="right" if column in ("micro-batch", "replica") else "left")
+    for column in ("policy", "micro-batch", "checkpointing", "accumulation", "replica", "tensor", "pipeline"):
+        words = column in ("policy", "checkpointing", "accumulation")
+        table.add_column(column, justify="left" if words else "right")
     for column in ("tokens/s", "step ms", "exposed %", "MFU %", "peak GiB"):
         table.add_column(column, justify="right")
     for o in fitting[:rows]:
@@ -138,7 +146,7 @@ def ranking(outcomes: list[Outcome], rows: int = 15) -> Table:
             f"{n['peak'] / GIB:.1f}",
         )
         chosen = (layout.policy, str(layout.micro_batch_size), layout.granularity or "none", layout.accumulation)
-        table.add_row(*chosen, str(layout.replica), *cells)
+        table.add_row(*chosen, str(layout.replica), str(layout.tensor), str(layout.pipeline), *cells)
     return table
 
 

@@ -85,10 +85,10 @@ def kernel(module: Module, computation: Computation, instruction: Instruction, t
     arithmetic = sum(n / (target.rate(dtype) * target.efficiency) for n, dtype in products)
     moved = traffic(module, computation, instruction)
     seconds = max(arithmetic, moved / (target.bandwidth * MEMORY_EFFICIENCY)) + KERNEL_SECONDS
-    return Kernel(seconds, operations, moved, _moves(module, instruction))
+    return Kernel(seconds, operations, moved, moves(module, instruction))
 
 
-def _moves(module: Module, instruction: Instruction) -> bool:
+def moves(module: Module, instruction: Instruction) -> bool:
     """Whether nothing but single numbers (an index) is computed."""
     if instruction.opcode != "fusion":
         return instruction.opcode in MOVES
@@ -214,7 +214,9 @@ def collective(
     started = instruction.opcode.endswith("-start") or instruction.opcode == "recv"
     synchronous = instruction.backend_config.get("collective_backend_config", {}).get("is_sync", False)
     seconds = collective_seconds(kind, size, members, target, domain)
-    return Collective(kind, groups.axis_name(members, mesh), size, started and not synchronous, seconds)
+    # the pairs of a permutation are no groups that could span an axis
+    axis = "+".join(groups.axes(members, mesh)) if "permute" in kind else groups.axis_name(members, mesh)
+    return Collective(kind, axis, size, started and not synchronous, seconds)
 
 
 def _find(

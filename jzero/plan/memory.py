@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jzero.plan import names
-from jzero.plan.cost import results
+from jzero.plan.cost import moves, results
 from jzero.plan.hlo import Array, Computation, Instruction, Module, Shape
 
 Path = tuple[int, ...]
@@ -221,7 +221,7 @@ class Buffers:
         if writers:
             computation, i = _written_value(self._module, computation, i)
             array = max((v[2] for v in buffer.mentions), key=lambda a: a.bytes)
-        elif i.opcode == "copy":
+        elif i.opcode == "copy" or (i.opcode == "fusion" and len(i.operands) == 1 and moves(self._module, i)):
             copied = self._holding.get((computation.name, i.operands[0]))
             if copied is not None and copied is not buffer and all(v[1] is not i for v in copied.mentions):
                 return "copy of " + self._origin(copied)[0].removeprefix("copy of "), array

@@ -35,11 +35,21 @@ def program(module: Module, instruction: Instruction) -> list[Frame]:
     return list(itertools.takewhile(lambda frame: not frame.file.startswith(_OWN), module.frames(instruction)))
 
 
+def kernel(module: Module, instruction: Instruction) -> str:
+    """A kernel in one word: its operation, or of a fusion without a name that of the last part with one."""
+    named = (i for i in [instruction, *_inside(module, instruction)] if i.op_name)
+    return (
+        operation(next(named, instruction)).removesuffix(".double_buffer_clone").removesuffix(".peeled_double_buffer")
+    )
+
+
 def operation(instruction: Instruction) -> str:
     """The last part of JAX's name of an operation, else XLA's."""
     last = instruction.op_name.rsplit("/", 1)[-1].split(":")[-1].strip("()")
     target = instruction.attribute("custom_call_target") or ""
-    return last or ("matrix product" if target.startswith("__cublas") else target) or instruction.name
+    if target.startswith("__cublas"):  # JAX's name may be that of a transpose, which is part of the product
+        return last if "dot" in last else "matrix product"
+    return last or target or instruction.name
 
 
 def place(frames: list[Frame]) -> str:
@@ -59,7 +69,9 @@ def short(frame: Frame) -> str:
 
 
 def loop(module: Module, instruction: Instruction) -> str:
-    """A loop by the function that most of its body comes from, and how often it runs: "backward x24"."""
+    """A loop by the function that it stands in, else the one that most of its body comes from: "backward ×24"."""
+    if own := program(module, instruction):
+        return f"{short(own[0])} ×{instruction.trip_count or '?'}"
     body = next(c for c in module.called(instruction) if c.name in (instruction.attribute("body") or ""))
     stacks = [program(module, i) for i in body.instructions]
     stacks = [list(dict.fromkeys(reversed(stack))) for stack in stacks if stack]  # outermost first

@@ -182,7 +182,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=110, color_system=None)
+        console = Console(width=130, color_system=None)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
@@ -255,7 +255,7 @@ def _use(module: Module, call: Call) -> CollectiveUse:
     whiles = {i.name: i for c in module.computations.values() for i in c.instructions if i.opcode == "while"}
     times: dict[str, float] = collections.defaultdict(float)
     for (where, name), seconds in call.between:
-        times[names.operation(module.computations[where].by_name[name])] += 1e3 * seconds
+        times[names.kernel(module, module.computations[where].by_name[name])] += 1e3 * seconds
     return CollectiveUse(
         kind=call.collective.kind,
         axis=call.collective.axis,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.plan.result import CollectiveUse, Report
 
-GIB, MIB = 2**30, 2**20
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+HOW = {"formula": "by a formula, not compiled", "compiled": "compiled"}
 
 
 def render(report: Report) -> RenderableType:
@@ -16,13 +19,14 @@ def render(report: Report) -> RenderableType:
     axes = " × ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "one device"
     parts: list[RenderableType] = [Text(f"{report.title}, {report.target}, {axes}", style="bold"), Text("")]
     parts += [_time(report), Text(""), _memory(report), Text(""), _largest(report), Text(""), _collectives(report)]
+    parts += [Text(""), Text(f"compiled in {report.compile_seconds:,.1f} s")]
     for note in report.notes:
         parts += [Text(""), Text(f"note: {note}")]
     for advice in report.advice:
         parts += [Text(""), Text(f"advice: {advice.text}", style="bold")]
         if advice.overrides:
             parts.append(Text(f"    {' '.join(advice.overrides)}"))
-        parts.append(Text(f"    {advice.effect} ({advice.how})"))
+        parts.append(Text(f"    {advice.effect} ({HOW[advice.how]})"))
     return Group(*parts)
 
 
@@ -47,7 +51,6 @@ def _time(report: Report) -> Table:
     if report.tokens_per_second is not None:
         table.add_row("tokens/s", f"{report.tokens_per_second:,.0f}", "")
     table.add_row("model FLOPs utilization", "", f"{100 * report.mfu:.1f}")
-    table.add_row("compiled in", f"{1e3 * report.compile_seconds:,.0f}", "")
     return table
 
 
@@ -56,7 +59,7 @@ def _memory(report: Report) -> Table:
     table = _plain("", "size", title="Memory of a device")
     for name in ("parameters", "optimizer", "batch", "other", "outputs", "temporaries", "peak", "limit"):
         value = getattr(memory, name)
-        if value or name not in ("other", "outputs"):
+        if value >= KIB or name not in ("other", "outputs"):  # the step's counter is no news
             table.add_row(name, _size(value))
     verdict = "yes" if memory.fits else f"no, {_size(memory.peak - memory.limit)} too much"
     table.add_row("fits", verdict)
@@ -64,7 +67,8 @@ def _memory(report: Report) -> Table:
 
 
 def _size(value: int) -> str:
-    return f"{value / GIB:,.2f} GiB" if value >= GIB else f"{value / MIB:,.2f} MiB"
+    unit, name = next(((u, n) for u, n in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if value >= u), (1, "B"))
+    return f"{value / unit:,.2f} {name}" if unit > 1 else f"{value:,} B"
 
 
 def _largest(report: Report) -> Table:
@@ -76,18 +80,21 @@ def _largest(report: Report) -> Table:
 
 
 def _collectives(report: Report) -> Table:
-    columns = ("kind", "axis", "calls", "MiB", "ms", "hidden %", "async", "loop", "behind")
-    table = _plain(*columns, title="Collectives")
+    columns = ("kind", "axis", "calls", "MiB", "ms", "exposed ms", "hidden %", "async", "loop", "behind")
+    table = _plain(*columns, title="Collectives of a step: one row per instruction, then the sums")
     for use in report.collectives:
         table.add_row(*_row(use))
-    if report.collectives:
+    if not report.collectives:
+        table.add_row("none")
+    else:
         table.add_section()
     for use in report.totals().values():
-        table.add_row(*_row(use), style="bold")
+        table.add_row(*_row(dataclasses.replace(use, loop="all")), style="bold")
     return table
 
 
 def _row(use: CollectiveUse) -> tuple[str, ...]:
     behind = ", ".join(f"{name} {ms:.2f}" for name, ms in use.between[:2])
-    numbers = (f"{use.count:,}", f"{use.bytes / MIB:,.2f}", f"{use.estimated_ms:,.2f}", f"{100 * use.hidden:.1f}")
-    return use.kind, use.axis, *numbers, "yes" if use.asynchronous else "no", use.loop, behind
+    numbers = (f"{use.count:,}", f"{use.bytes / MIB:,.2f}", f"{use.estimated_ms:,.2f}", f"{use.exposed_ms:,.2f}")
+    share = f"{100 * use.hidden:.1f}"
+    return use.kind, use.axis, *numbers, share, "yes" if use.asynchronous else "no", use.loop, behind

@@ -3,8 +3,7 @@
 With the `plan` extra (`pip install "jzero[plan]"`: the CUDA plugin for JAX, without CUDA libraries) XLA compiles for a
 described GPU. JAX itself runs on the CPU meanwhile: `devices` says so to JAX where nobody did (JAX_PLATFORMS=cpu).
 
-Sources of the facts: NVIDIA's data sheets and architecture white papers of A100, H100, H200, B200 and GB200 (rates
-without sparsity; NVLink and network per GPU as in NVIDIA's own DGX, HGX and NVL72 systems); CUDA device properties.
+The facts are NVIDIA's own and what CUDA reports; docs/plan.md has them as a table, with sources.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ TARGETS: dict[str, Target] = {
         link=64 * GB, network=25 * GB, links=0,
     ),
     "h200-sxm-141gb": dataclasses.replace(
-        _H100, name="NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4800 * GB
+        _H100, name="NVIDIA H200 141GB HBM3e", memory=int(139.80 * 2**30), bandwidth=4800 * GB
     ),
     "b200-sxm-180gb": _B200,
     "gb200-nvl72-186gb": dataclasses.replace(

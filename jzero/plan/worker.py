@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 KEPT = ("step_ms", "exposed_ms", "copies_ms", "tokens_per_second", "mfu", "compile_seconds")
-KEPT_OF_MEMORY = ("peak", "limit", "fits", "temporaries")
+KEPT_OF_MEMORY = ("parameters", "optimizer", "temporaries", "peak", "limit", "fits")
 
 
 class WorkerError(Exception):

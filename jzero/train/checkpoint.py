@@ -1,14 +1,15 @@
 """Checkpoints of a run: saved while training goes on, restored straight into their shards, and checked bit for bit.
 
 A checkpoint `checkpoints/<step>` holds two trees written by Orbax, `params` and `optimizer` (everything else of the
-state), and a JSON record beside them: the step, the position in the data, the model's configuration and a *fingerprint*
-of each leaf (the sum of its bits as integers, modulo 2^32: the same on any mesh, as integer addition has no rounding).
-After a restore the fingerprints are computed again: a leaf that was not read, or read wrongly, is an error and not a
-bad run. (Orbax itself reads a file with a flipped bit without a word.)
+state), and a sealed record beside them (`jzero.train.record`): the step, the position in the data, the model's
+configuration, the shapes, and a *fingerprint* of each leaf (the sum of its bits as integers, modulo 2^32: the same on
+any mesh, as integer addition has no rounding). Whether a checkpoint is of another model is read from the record alone;
+what differs from the record is damage. After a restore the fingerprints are computed again: a leaf that was not read,
+or read wrongly, is an error and not a bad run. (Orbax itself reads a file with a flipped bit without a word.)
 
 Which checkpoints stay: the last k, and of those whose step was evaluated the best k by validation loss. One that was
-being written when the process died is removed on the next start; one that cannot be read is set aside, and the one
-before it is used.
+being written when the process died is removed on the next start; a damaged one is set aside, and the one before it is
+used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from jzero.optim.partition import Plan
 from jzero.train.devices import on_every_host, together
 from jzero.train.files import disk_errors
 from jzero.train.identity import check_same
-from jzero.train.orbax_io import Keep, UnreadableError, join_threads, no_echo, reading
+from jzero.train.orbax_io import Keep, best_first, join_threads, no_echo, reading
+from jzero.train.record import Record, UnreadableError, compare_bits, leaves, seal, unseal
 from jzero.train.reshape import parameters, readable, to_wanted
-from jzero.train.state_tree import fingerprints, join, nested, split, unsplit
-
-Record = dict[str, Any]
+from jzero.train.state_tree import join, nested, split, unsplit
 
 
 class Checkpoints:
@@ -82,7 +82,8 @@ class Checkpoints:
         if last_k < 1:
             raise JzeroError(f"exp_manager.checkpoint.save_last_k: expected at least 1, found {last_k}")
         self.folder = folder / "checkpoints"
-        self._policy = Keep(top_k, last_k)
+        self._policy = Keep(top_k, last_k, self._val_loss)
+        self._losses: dict[int, float | None] = {}  # by step, as far as they were asked for
         self._async = async_save
         self._note = note
         self._leaves = parameters(plan) if plan else {}
@@ -100,8 +101,7 @@ class Checkpoints:
 
     def best(self) -> list[int]:
         """The steps that have a validation loss, best first (the later one of two equal ones first)."""
-        losses = [(c.metrics["val_loss"], -c.step) for c in self._orbax.checkpoints if c.metrics]  # type: ignore[index]
-        return [-step for _, step in sorted(losses)]
+        return best_first(self.steps, self._val_loss)
 
     def save(self, step: int, state: Any, record: Mapping[str, Any], *, val_loss: float | None = None) -> None:
         """Saves a state; returns as soon as it may be donated to the next step.
@@ -109,7 +109,7 @@ class Checkpoints:
         Args:
             step: the number of steps done, the checkpoint's name.
             state: a NamedTuple of arrays with a field `params`.
-            record: JSON values to keep beside it. `step` and `fingerprints` are added.
+            record: JSON values to keep beside it. `step` and what `seal` says are added.
             val_loss: what the best checkpoints are chosen by; None: not a candidate.
 
         Raises:
@@ -118,13 +118,11 @@ class Checkpoints:
         """
         self.wait()
         trees = split(state)
-        full = {**record, "step": step, "fingerprints": fingerprints(trees)}
+        self._losses[step] = val_loss if val_loss is not None and math.isfinite(val_loss) else None
+        full = seal({**record, "step": step, "candidate": self._losses[step]}, trees)
         self._threads_before = set(threading.enumerate())
-        metrics: Any = None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss}
         with self._cleaned_up():
-            self._writing = self._orbax.save_checkpointables_async(
-                step, trees, custom_metadata=full, metrics=metrics, force=True
-            )
+            self._writing = self._orbax.save_checkpointables_async(step, trees, custom_metadata=full, force=True)
         if not self._async:
             self.wait()
 
@@ -199,24 +197,30 @@ class Checkpoints:
             raise UnreadableError(why or "another host cannot read it")
         return result
 
-    def _describe(self, step: int) -> tuple[Record, dict[str, Any]]:
-        """The record of a checkpoint and its trees of shapes, without reading arrays."""
-        metadata = reading(lambda: self._orbax.checkpointables_metadata(step))
-        record: Any = metadata.custom_metadata
-        if not record or record.get("step") != step or set(metadata.metadata) < {"params", "optimizer"}:
-            raise UnreadableError("missing files")
-        return dict(record), dict(metadata.metadata)
+    def _record(self, step: int) -> Record:
+        metadata = reading(lambda: self._orbax.checkpointables_metadata(step), "its record")
+        return unseal(metadata.custom_metadata, step)
+
+    def _val_loss(self, step: int) -> float | None:
+        """What a checkpoint is compared by with others; None: it is not a candidate, or is damaged."""
+        if step not in self._losses:
+            try:
+                self._losses[step] = self._record(step)["candidate"]
+            except UnreadableError:
+                self._losses[step] = None
+        return self._losses[step]
 
     def _load(self, step: int, wanted: dict[str, Any], model: Record | None) -> tuple[dict[str, Any], Record]:
         """The trees of `wanted`, checked, and the record."""
-        record, shapes = self._together(lambda: self._describe(step))
-        reads = readable(wanted, shapes, self._leaves)
-        check_same(self.folder / str(step), reads, shapes, record, model)
-        loaded = self._together(lambda: reading(lambda: self._orbax.load_checkpointables(step, reads)))
+        record = self._together(lambda: self._record(step))
+        saved = leaves(record)
+        reads = readable(wanted, saved, self._leaves)
+        check_same(self.folder / str(step), reads, saved, record, model)
+        load = lambda: self._orbax.load_checkpointables(step, reads)
+        loaded = self._together(lambda: reading(load, f"its {' or '.join(sorted(reads, reverse=True))}"))
         loaded = {name: loaded[name] for name in wanted}
-        bits = fingerprints(loaded)
-        self._together(lambda: _compare(record["fingerprints"], bits))
-        return to_wanted(loaded, wanted, self._leaves), record
+        self._together(lambda: compare_bits(record, loaded))
+        return to_wanted(loaded, wanted, self._leaves, self._note), record
 
     def _open(self) -> ocp.training.Checkpointer:
         with disk_errors(f"checkpoints {self.folder}"):
@@ -224,7 +228,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int, why: str) -> None:
         aside = self.folder.parent / "unreadable_checkpoints"
-        self._note(f"ignored checkpoint {step}: {why}; moved to {aside}")
+        self._note(f"checkpoint {step} is damaged ({why}): moved to {aside}")
         self._orbax.close()
         with together(str(self.folder)), disk_errors(str(self.folder)):
             if self._is_main:
@@ -232,6 +236,7 @@ class Checkpoints:
                 aside.mkdir(exist_ok=True)
                 (self.folder / str(step)).rename(aside / str(step))
         self._orbax = self._open()
+        self._losses.pop(step, None)
 
     def _remove_unfinished(self, report: Callable[[str], None] = lambda name: None) -> None:
         for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
@@ -251,12 +256,6 @@ class Checkpoints:
             self._remove_unfinished()
             self._orbax = self._open()
             raise
-
-
-def _compare(saved: Record, now: Record) -> None:
-    for path, bits in now.items():
-        if saved.get(path) != bits:
-            raise UnreadableError(f"other bits than were saved in {path}")
 
 
 def load_params(
@@ -290,7 +289,7 @@ def load_params(
             try:
                 return checkpoints.restore_params(abstract, step)
             except UnreadableError as error:
-                note(f"ignored checkpoint {step}: {error}")
+                note(f"checkpoint {step} is damaged ({error}): trying the next one")
         raise JzeroError(f"{run}: expected a readable checkpoint '{which}', found only steps {checkpoints.steps}")
     finally:
         checkpoints.close()

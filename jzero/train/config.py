@@ -7,9 +7,11 @@ jzero.train.config` prints the reference page docs/config.md.
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -108,6 +110,11 @@ class Config:
     def num_micro_batches(self) -> int:
         """Micro-batches that each device folds into one optimizer step."""
         return self.model.global_batch_size // (self.model.micro_batch_size * self.batch_parallel_size)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run's files go: exp_dir/name, with ~ as the user's home."""
+        return Path(os.path.expanduser(self.exp_manager.exp_dir)) / self.exp_manager.name
 
     @property
     def zero(self) -> bool:

@@ -11,11 +11,15 @@ from jzero.train.options import option
 
 
 def _devices(value: int) -> str | None:
-    return None if value == -1 or value >= 1 else "at least 1, or -1 for all there are"
+    return None if value == -1 or 1 <= value <= 1024 else "1 to 1024, or -1 for all there are"
 
 
 def _some_text(value: str) -> str | None:
     return None if value.strip() else "some text"
+
+
+def _folder_name(value: str) -> str | None:
+    return "some text without \\" if "\\" in value else _some_text(value)  # checkpoints take \\ for another /
 
 
 def _splits(value: str) -> str | None:
@@ -56,6 +60,11 @@ class Trainer:
     gradient_clip_val: float | None = option(
         1.0, "Largest global norm of the gradient, larger ones are scaled down to it; 0 or null is off.", at_least=0
     )
+    terminate_on_nan: bool = option(
+        True,
+        "End the run, keeping its last checkpoint, at the first loss or gradient norm that is not finite; "
+        "false warns once and trains on without saving.",
+    )
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,8 @@ class Checkpoint:
 class ExpManager:
     """Where a run's files go, and whether it continues."""
 
-    exp_dir: str = option("runs", "Folder of all runs.", check=_some_text)
-    name: str = option("gpt", "Folder of this run, in exp_dir.", check=_some_text)
+    exp_dir: str = option("runs", "Folder of all runs; ~ is the user's home.", check=_folder_name)
+    name: str = option("gpt", "Folder of this run, in exp_dir.", check=_folder_name)
     resume_if_exists: bool = option(
         True, "Continue from the latest checkpoint in the run's folder; if false, the folder must be new."
     )

@@ -6,10 +6,12 @@ them), or through JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROC
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +56,7 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
         The number of devices of all hosts.
 
     Raises:
-        JzeroError: the hosts cannot find each other.
+        JzeroError: the hosts cannot find each other, or JAX does not find the platform it was told to use.
     """
     if not _platforms() and not accelerator_present():
         _try_update("jax_platforms", "cpu")
@@ -64,7 +66,7 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
         _try_update("jax_num_cpu_devices", trainer.devices)
     if trainer.num_nodes > 1 and not jax.distributed.is_initialized():
         _join_hosts(trainer.num_nodes)
-    here = jax.local_devices()
+    here = _local_devices()
     if here[0].platform == "cpu" and jax.process_index() == 0:
         note(
             "no accelerator in use: running on " + (f"{len(here)} virtual CPU devices" if len(here) > 1 else "the CPU")
@@ -78,6 +80,8 @@ def build_mesh(config: Config, note: Callable[[str], None] = print) -> tuple[Con
     Raises:
         JzeroError: the configuration contradicts itself or needs more devices than there are.
     """
+    if config.trainer.devices != -1:
+        validate(config)  # a mistake is told before devices are made
     config = validate(config, start_devices(config.trainer, note))
     sizes = config.mesh_shape
     devices = jax.devices()[: config.num_devices]
@@ -130,6 +134,39 @@ def together(what: str) -> Iterator[None]:
         raise
     if not on_every_host(True):
         raise JzeroError(f"{what}: expected every host to open it, found one that could not; its message says why")
+
+
+def _local_devices() -> list[Any]:
+    """JAX's devices of this host. What JAX logs meanwhile is shown if it finds some, else it is the reason."""
+    heard, jax_log = _Heard(), logging.getLogger("jax")
+    handlers, propagate = jax_log.handlers, jax_log.propagate
+    jax_log.handlers, jax_log.propagate = [heard], False  # type: ignore[assignment]
+    try:
+        devices = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the platforms it was told to use is there
+        reasons = [str(record.exc_info[1]) for record in heard.records if record.exc_info] or [str(error)]
+        why = " ".join(reasons[-1].split())[:200]
+        raise JzeroError(
+            f"JAX_PLATFORMS: expected a platform that JAX finds on this machine, found {_platforms() or 'none'}"
+            f"{f' ({why})' if why else ''}; unset it, or install what it needs (for GPUs: NVIDIA's driver and "
+            "pip install 'jzero[cuda13]')"
+        ) from None
+    finally:
+        jax_log.handlers, jax_log.propagate = handlers, propagate
+    for record in heard.records:
+        logging.getLogger(record.name).handle(record)
+    return devices
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def _platforms() -> str:

@@ -151,7 +151,10 @@ class RunFolder:
     def _create(self) -> None:
         with disk_errors(f"run folder {self.path}"):
             self._made = missing_folders(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as error:  # /proc and the like answer so
+                raise JzeroError(f"run folder {self.path}: expected to make it, found {error.strerror}") from error
             self._was_empty = not any(self.path.iterdir())
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -7,6 +7,7 @@ padding, which a causal model does not look at, and a full window drops its firs
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
 from jzero.train.layout import threefry_key
 
+_LARGEST = 2**31 - 1
 _CHUNK = 16  # tokens per call of the compiled function: text appears as it is made, and Ctrl-C works
 
 
@@ -68,9 +70,7 @@ def stream(
     seed: int,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn."""
-    for name, value in (("tokens", tokens), ("temperature", temperature), ("top_k", top_k), ("seed", seed)):
-        if value < 0:
-            raise JzeroError(f"{name}: expected at least 0, found {value}")
+    check_options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     window, length = _window(tokenizer, prompt, program.config.model.encoder_seq_length)
     key = threefry_key(seed)
     for first in range(0, tokens, _CHUNK):
@@ -83,6 +83,14 @@ def stream(
         yield new[new != tokenizer.eod]
         if made < count or (len(new) and new[-1] == tokenizer.eod):
             return
+
+
+def check_options(**options: float) -> None:
+    """Raises JzeroError where tokens, temperature, top_k or seed is out of range."""
+    for name, value in options.items():
+        if not 0 <= value <= _LARGEST:  # false for nan
+            limit = "at least 0" if value < 0 else f"a number in 0..{_LARGEST}"
+            raise JzeroError(f"{name}: expected {limit}, found {value}")
 
 
 def generate_from_run(
@@ -104,16 +112,20 @@ def generate_from_run(
     from jzero.train.checkpoint import load_params
     from jzero.train.config import load_config
     from jzero.train.devices import build_mesh
+    from jzero.train.memory import memory_errors
     from jzero.train.step import build_program
 
+    check_options(**options)
+    run = Path(os.path.expanduser(run))
     if not (run / "config.yaml").is_file():
         raise JzeroError(f"{run}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run")
     config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), lambda line: None)
     tokenizer = config_tokenizer(config)
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-    params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
-    yield prompt
-    yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
+    with memory_errors(config):
+        params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
+        yield prompt
+        yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
 
 
 def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:

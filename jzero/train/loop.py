@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
+import math
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,24 @@ import jax
 
 from jzero.data.loader import batches, build_datasets, config_tokenizer
 from jzero.errors import JzeroError
-from jzero.train.checkpoint import Checkpoints
-from jzero.train.config import Config, ExpManager, to_yaml
+from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
 from jzero.train.generate import generate
-from jzero.train.identity import changed_keys
-from jzero.train.metrics import Metrics, Record
+from jzero.train.memory import memory_errors
+from jzero.train.metrics import Metrics
 from jzero.train.progress import Reporter
+from jzero.train.record import Record
 from jzero.train.signals import StopSignals
+from jzero.train.start import (
+    check_old_files,
+    open_checkpoints,
+    open_metrics,
+    plain,
+    to_resume,
+    validation,
+    what_changed,
+)
 from jzero.train.step import build_program
 
 
@@ -63,7 +72,8 @@ def train(config: Config) -> TrainResult:
         A `TrainResult`; the files are in `exp_manager.exp_dir/exp_manager.name`.
 
     Raises:
-        JzeroError: something asked for cannot be done: the mesh, the data, the run folder, the checkpoint or the disk.
+        JzeroError: something asked for cannot be done: the mesh, the data, the run folder, the checkpoint, the disk or
+            the memory; or the loss is not finite any more.
 
     Example:
         >>> from jzero.train.config import load_config
@@ -73,13 +83,12 @@ def train(config: Config) -> TrainResult:
     config, mesh = build_mesh(config, reporter.note)
     is_main = jax.process_index() == 0
     reporter.console.quiet = not is_main
-    path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
     with together("model.data"):
         tokenizer = config_tokenizer(config)
         data = build_datasets(config, tokenizer)
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
     check = functools.partial(check_old_files, config.exp_manager)
-    with RunFolder(path, writer=is_main, agree=as_process_0, check=check) as folder:
+    with memory_errors(config), RunFolder(config.run_folder, writer=is_main, agree=as_process_0, check=check) as folder:
         return Run(config, program, data, tokenizer, folder, reporter).run()
 
 
@@ -100,19 +109,21 @@ class Run:
         self.folder, self.report = folder, report
         self.batch_size = config.model.global_batch_size
         self.rows = program.local_rows(self.batch_size)
-        self.train_data, self.val_data, self.val_batches = data["train"], *_validation(config, data["validation"])
+        self.train_data, self.val_data, self.val_batches = data["train"], *validation(config, data["validation"])
         self.on_cpu = program.mesh.devices.flat[0].platform == "cpu"
         self.in_flight: deque[tuple[int, Record, float]] = deque()  # (step, metrics on the device, when it was given)
         self.done_at = 0.0
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.val_step = 0  # of the last evaluation
+        self.spoiled: int | None = None  # the first step whose loss or gradient was not finite
         self.metrics: Metrics | None = None
-        self.checkpoints = _open_checkpoints(config, folder.path, report.note, program.layout.plan)
+        report.note(f"run folder: {folder.path}")
+        self.checkpoints = open_checkpoints(config, folder.path, report.note, program.layout.plan)
         try:
             self.state, self.step = self._restore_or_init()
             jax.block_until_ready(self.state)
-            self.metrics = _open_metrics(config, folder, self.step)
+            self.metrics = open_metrics(config, folder, self.step)
         except BaseException:
             self._abandon()
             raise
@@ -124,12 +135,16 @@ class Run:
                 with disk_errors(f"run {self.folder.path}"):
                     write_atomic(self.folder.path / "config.yaml", to_yaml(self.config))
             self.report.table(self.program.summary())
+            if self.step >= self.config.trainer.max_steps:
+                self.report.note(f"already finished: step {self.step} is the last; a larger trainer.max_steps goes on")
             with StopSignals() as stop:
                 with self.report:
                     self._steps(stop)
                 stopped = stop.seen  # from here on a signal changes nothing: the last checkpoint is being written
                 sample = None if stopped else self._sample()
                 self._finish()
+            if not stopped:
+                self._say_goodbye()
         except BaseException:
             self._abandon()
             raise
@@ -153,16 +168,9 @@ class Run:
                 self.report.note(f"no checkpoint in {self.folder.path}: starting again from step 0")
             return self.program.init(), 0
         state, record = restored
-        if record["samples"] != record["step"] * self.batch_size:
-            raise JzeroError(
-                f"model.global_batch_size: expected {record['samples'] // record['step']} as in checkpoint "
-                f"{record['step']}, found {self.batch_size}; the position in the data is a number of batches"
-            )
+        for line in what_changed(record, self.config):
+            self.report.note(line)
         self.val_loss, self.val_step = record["val_loss"], record["val_step"]
-        changed = [f"model.{key}" for key in changed_keys(record["model"], model)]
-        self.report.note(
-            f"continuing from step {record['step']}" + (f"; changed since: {', '.join(changed)}" if changed else "")
-        )
         return state, record["step"]
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -187,8 +195,8 @@ class Run:
             data.close()
         self._drain(0)
         if stop.seen:
-            self._save()
-            then = "and saved; the same command continues from there" if self.checkpoints else "without a checkpoint"
+            saved = self._save()
+            then = "and saved; the same command continues from there" if saved else "without a checkpoint"
             self.report.note(f"stopped after step {self.step} {then}")
 
     def _one_step(self, batch: dict[str, Any]) -> None:
@@ -213,6 +221,7 @@ class Run:
             record = {"step": step, **values, "step_time_s": seconds, "tokens_per_s": tokens / seconds}
             self._record(record)
             self.report.step(record)
+            self._check_finite(record)
 
     def _record(self, record: Record) -> None:
         if self.metrics:
@@ -242,6 +251,32 @@ class Run:
         record = {"step": self.step, "val_loss": self.val_loss}
         self._record(record)
         self.report.evaluation(record)
+        self._check_finite(record)
+
+    def _check_finite(self, record: Record) -> None:
+        """Ends the run, or warns once, where a number says that the parameters are spoiled from here on.
+
+        Before the next checkpoint: it would take the place of the last good one.
+        """
+        names = [name for name in ("loss", "grad_norm", "val_loss") if not math.isfinite(record.get(name, 0.0))]
+        if not names or self.spoiled:
+            return
+        self.spoiled = record["step"]
+        found = " and ".join(f"{name} {record[name]}" for name in names)
+        last = self.checkpoints.steps[-1:] if self.checkpoints else []
+        kept = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
+        happened = f"step {self.spoiled}: expected finite numbers, found {found}"
+        if not self.config.trainer.terminate_on_nan:
+            self.report.warn(
+                f"{happened}; the update was applied and has spoiled the parameters; training on without saving "
+                f"({kept})"
+            )
+            return
+        raise JzeroError(
+            f"{happened}; the update was applied and has spoiled the parameters, {kept}; the same settings would come "
+            "here again: lower model.optim.lr, lengthen model.optim.sched.warmup_steps or change model.seed "
+            "(trainer.terminate_on_nan=false trains on)"
+        )
 
     # --- checkpoints and the end -------------------------------------------------------------------------------------
 
@@ -251,18 +286,21 @@ class Run:
             self._drain(0)
             self._save()
 
-    def _save(self) -> None:
-        if self.checkpoints is None or self.step in self.checkpoints.steps:
-            return
+    def _save(self) -> bool:
+        """Saves a checkpoint, if this state is worth one; returns whether there is one of it."""
+        if self.checkpoints is None or self.spoiled:
+            return False
+        if self.step in self.checkpoints.steps:
+            return True
         record = {
-            "model": plain(self.config.model),
-            "mesh": dict(self.program.mesh.shape),
+            **to_resume(self.config, self.step),
             "samples": self.step * self.batch_size,
             "val_loss": self.val_loss,
             "val_step": self.val_step,
         }
         measured = self.val_loss if self.val_step == self.step else None  # of other parameters: says nothing of these
         self.checkpoints.save(self.step, self.state, record, val_loss=measured)
+        return True
 
     def _sample(self) -> str | None:
         options = self.config.generate
@@ -287,83 +325,17 @@ class Run:
         if self.metrics:
             self.metrics.close()
 
+    def _say_goodbye(self) -> None:
+        measured = "" if self.val_loss is None else f" with val_loss {self.val_loss:.4f}"
+        use = ""
+        if self.checkpoints and self.checkpoints.steps:
+            prompt = shlex.quote(self.config.generate.prompt)
+            use = f"; more text: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
+        self.report.note(f"finished after step {self.step}{measured}{use}")
+
     def _abandon(self) -> None:
         """Closes what is open after an error, which is the one to be seen, not its consequences."""
         for resource in (self.checkpoints, self.metrics):
             with contextlib.suppress(Exception):
                 if resource:
                     resource.close()
-
-
-def _validation(config: Config, dataset: Any) -> tuple[Any, int]:
-    """The validation dataset and how many batches of it an evaluation takes.
-
-    No sample comes twice, unless there are fewer than one batch takes.
-    """
-    limit = config.trainer.limit_val_batches
-    if limit and dataset is None:
-        raise JzeroError(
-            f"model.data.splits_string: expected documents for validation, found none with "
-            f"{config.model.data.splits_string}; change it, or set trainer.limit_val_batches=0 to evaluate never"
-        )
-    whole = dataset.distinct // config.model.global_batch_size if limit else 0
-    return dataset, min(limit, max(whole, 1))
-
-
-def check_old_files(manager: ExpManager, path: Path) -> None:
-    """Raises where a run folder holds files of an earlier run that this one may not continue, or could not.
-
-    Raises:
-        JzeroError: names the folder and what to set.
-
-    Example:
-        >>> check_old_files(ExpManager(resume_if_exists=False), Path("/no-such-run"))
-    """
-    old = [name for name in ("metrics.jsonl", "checkpoints") if (path / name).exists()]
-    if old and not manager.resume_if_exists:
-        raise JzeroError(
-            f"run folder {path}: expected a new folder, found {old[0]} of an earlier run; "
-            "set exp_manager.resume_if_exists=true to continue it, or another exp_manager.name"
-        )
-    if "checkpoints" in old and not manager.create_checkpoint_callback:
-        raise JzeroError(
-            f"run folder {path}: expected no checkpoints with exp_manager.create_checkpoint_callback=false, found "
-            "those of an earlier run; set it to true to continue that run, or another exp_manager.name"
-        )
-
-
-def _open_checkpoints(config: Config, path: Path, note: Callable[[str], None], plan: Any) -> Checkpoints | None:
-    manager, keep = config.exp_manager, config.exp_manager.checkpoint
-    if not manager.create_checkpoint_callback:
-        return None
-    return Checkpoints(
-        path,
-        top_k=keep.save_top_k,
-        last_k=keep.save_last_k,
-        async_save=keep.async_save,
-        note=note,
-        plan=plan,
-    )
-
-
-def _open_metrics(config: Config, folder: RunFolder, step: int) -> Metrics | None:
-    if not folder.writer:
-        return None
-    with disk_errors(f"run {folder.path}"):
-        return Metrics(
-            folder.path,
-            after_step=step,
-            tensorboard=config.exp_manager.create_tensorboard_logger,
-            tensorboard_every=config.trainer.log_every_n_steps,
-        )
-
-
-def plain(section: Any) -> Record:
-    """A section of the configuration as JSON values.
-
-    Example:
-        >>> from jzero.train.config import Trainer
-        >>> plain(Trainer())["precision"]
-        'bf16'
-    """
-    return json.loads(json.dumps(dataclasses.asdict(section)))

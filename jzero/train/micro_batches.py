@@ -96,10 +96,13 @@ def _micro_batch(
     loss, head_vjp = jax.vjp(weighted_loss, weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))
     local = finish.local or (None, None)
-    dx, blocks = stack.backward(saved, dy, layout.blocks, sums=finish.sums[1], local=local[1], scatter=finish.scatter)
+    dx, blocks, pending = stack.backward(
+        saved, dy, layout.blocks, sums=finish.sums[1], local=local[1], scatter=finish.scatter
+    )
     d_outer = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b, d_outer, embed_vjp(dx)[0])
     if finish.local:
         d_outer = jax.tree.map(jnp.add, local[0], d_outer)
     if finish.scatter:
+        blocks = stack.scatter_first(blocks, pending, layout.blocks, behind=d_outer)
         d_outer = layout.scatter_outer(layout.in_order((dx, blocks), d_outer), blocks)
     return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), saved.layers

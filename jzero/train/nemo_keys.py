@@ -113,6 +113,7 @@ HINTS = {
     ),
     "model.optim.distribute_within_nodes": "use model.replica_parallel_size=number of nodes",
     "model.precision": "use trainer.precision",
+    "model.check_for_nan_in_grad": "use trainer.terminate_on_nan",
     "model.resume_from_checkpoint": "a run continues from its own folder: set exp_manager.exp_dir and exp_manager.name",
     "model.nsys_profile": "use JAX's profiler, or run the command under nsys",
     **dict.fromkeys(

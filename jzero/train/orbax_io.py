@@ -15,27 +15,25 @@ from typing import Any
 
 import jax
 
+from jzero.train.record import UnreadableError
+
 # Orbax logs the traceback of every failed thread; each of those failures is raised here as well, as one line. It logs
 # through the logger "absl", which others share and keep.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 
-class UnreadableError(Exception):
-    """A checkpoint whose files cannot be read back as they were written."""
-
-
-def reading(read: Callable[[], Any]) -> Any:
-    """Calls `read`; whatever a damaged checkpoint makes Orbax raise becomes UnreadableError."""
+def reading(read: Callable[[], Any], what: str) -> Any:
+    """Calls `read`; whatever a damaged checkpoint makes Orbax raise becomes UnreadableError about `what`."""
     with no_echo():
         try:
             return read()
         except (jax.errors.JaxRuntimeError, MemoryError):  # a device's trouble, not the file's
             raise
-        except Exception as error:
-            why = " ".join(str(error).split())[:120]
+        except Exception:
+            pass  # its text speaks of handlers and drivers, whatever the damage is
         time.sleep(0.1)  # other coroutines of the same read are still failing in Orbax's threads
         gc.collect()
-    raise UnreadableError(why)
+    raise UnreadableError(f"{what} cannot be read back")
 
 
 def join_threads(but: set[threading.Thread], seconds: float = 5.0) -> None:
@@ -62,14 +60,31 @@ def no_echo() -> Iterator[None]:
 
 
 class Keep:
-    """Orbax's question which checkpoints stay: the last few, and the best few by validation loss."""
+    """Orbax's question which checkpoints stay: the last few, and the best few by validation loss.
 
-    def __init__(self, top_k: int, last_k: int):
-        self._top_k, self._last_k = top_k, last_k
+    Args:
+        top_k: how many of the best (-1: all that have a loss).
+        last_k: how many of the newest.
+        loss: the validation loss of a step, or None.
+    """
+
+    def __init__(self, top_k: int, last_k: int, loss: Callable[[int], float | None]):
+        self._top_k, self._last_k, self._loss = top_k, last_k, loss
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """For each checkpoint, oldest first, whether it stays."""
-        best = sorted((c.metrics["val_loss"], -c.step) for c in checkpoints if c.metrics)
-        stay = {-step for _, step in (best if self._top_k < 0 else best[: self._top_k])}
-        stay.update(c.step for c in checkpoints[-self._last_k :])
-        return [c.step in stay for c in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = best_first(steps, self._loss)
+        stay = {*(best if self._top_k < 0 else best[: self._top_k]), *steps[-self._last_k :]}
+        return [step in stay for step in steps]
+
+
+def best_first(steps: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
+    """Those of the steps that have a validation loss, best first (the later one of two equal ones first).
+
+    Example:
+        >>> best_first([1, 2, 3, 4], {1: 2.0, 2: None, 3: 1.0, 4: 2.0}.get)
+        [3, 4, 1]
+    """
+    losses = {step: loss(step) for step in steps}
+    return sorted((s for s in steps if losses[s] is not None), key=lambda s: (losses[s], -s))

@@ -13,6 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here; the command line does, after the run has closed its files."""
+        raise BrokenPipeError
+
+
 class Reporter:
     """Prints for one run; a context manager around its steps.
 
@@ -24,14 +30,15 @@ class Reporter:
     Example:
         >>> with Reporter(total=20, every=10) as report:
         ...     report.step({"step": 10, "loss": 2.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 2000.0})
-        step 10/20 · loss 2.5000 · lr 1.0e-03 · 2,000 tokens/s · 0:00:05 left
+        step 10/20 · loss 2.5000 · lr 1.0e-03 ·  2,000 tokens/s · 0:00:05 left
     """
 
     def __init__(self, *, total: int, every: int = 10, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+        self.console = console or _Console(highlight=False)
         self._total = total
         self._every = every
         self._times: deque[float] = deque(maxlen=20)
+        self._compiled = False  # the first step's time is no guide to the others
         self._val: list[str] = []
         live = self.console.is_terminal or self.console.is_jupyter
         columns = (
@@ -55,6 +62,10 @@ class Reporter:
         """Prints one line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Prints one line that should not be overlooked."""
+        self.console.print(f"warning: {text}", style="bold yellow", markup=False, soft_wrap=True)
+
     def table(self, rows: Iterable[tuple[str, str]]) -> None:
         """Prints a table of two columns."""
         table = Table(show_header=False)
@@ -64,6 +75,9 @@ class Reporter:
 
     def step(self, record: dict[str, Any]) -> None:
         """Shows the record of a step, as it stands in metrics.jsonl."""
+        if self._times and not self._compiled:
+            self._times.clear()
+            self._compiled = True
         self._times.append(record["step_time_s"])
         left = timedelta(seconds=round(statistics.median(self._times) * (self._total - record["step"])))
         parts = [f"loss {record['loss']:.4f}", *self._val, f"lr {record['lr']:.1e}"]
@@ -72,10 +86,13 @@ class Reporter:
             text = " ".join([*parts, f"{speed} tok/s", f"ETA {left}"])  # fits 80 columns
             self._bar.update(self._task, completed=record["step"], description=text)
         elif record["step"] % self._every == 0 or record["step"] == self._total:
-            self.note(" · ".join([f"step {record['step']}/{self._total}", *parts, f"{speed} tokens/s", f"{left} left"]))
+            self.note(" · ".join([self._place(record), *parts, f"{speed:>6} tokens/s", f"{left} left"]))
+
+    def _place(self, record: dict[str, Any]) -> str:
+        return f"step {record['step']:>{len(str(self._total))}}/{self._total}"
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Shows the record of an evaluation."""
         self._val = [f"val {record['val_loss']:.4f}"]
         if not self._bar:
-            self.note(f"step {record['step']}/{self._total} · val_loss {record['val_loss']:.4f}")
+            self.note(f"{self._place(record)} · val_loss {record['val_loss']:.4f}")

@@ -1,17 +1,19 @@
 """A state saved on one number of ranks, taken up on another.
 
-Most leaves have the same shape on every mesh, and only their shards differ. A leaf that no dimension of which divides
-evenly is stored flattened and padded (`jzero.optim.partition`), and that shape depends on the number of ranks:
+Most leaves have the same shape on every mesh, and only their shards differ. Two kinds depend on the number of ranks:
 
-    parameter [L, 5, 7], one stacked dimension      on 2 ranks [L, 1, 36], on 4 ranks [L, 1, 36], on 5 ranks [L, 5, 7]
-
-All of these forms hold the same numbers in the same order, then zeros.
+    flattened   a leaf no dimension of which divides evenly is stored flattened and padded (`jzero.optim.partition`):
+                parameter [L, 5, 7], one stacked dimension: on 2 ranks [L, 1, 36], on 4 [L, 1, 36], on 5 [L, 5, 7].
+                All of these forms hold the same numbers in the same order, then zeros: nothing is lost.
+    scaled      a state with one scale per rank (`value` and `scale`, `jzero.optim.precision`) is decoded with the
+                scales it was saved with and stored with those of the new ranks: rounded once more, as in every step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero.optim import precision
 from jzero.optim.partition import Leaf, Plan
 from jzero.train.state_tree import named
 
@@ -65,30 +68,75 @@ def readable(wanted: Any, found: Any, leaves: Leaves) -> Any:
         found: nested dicts of what was saved (anything with a shape).
         leaves: the parameters of the model.
     """
-    saved = dict(named(found))
+    saved = {name: tuple(x.shape) for name, x in named(found)}
 
     def one(path: Any, want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaf = parameter_of(name, leaves)
-        if leaf is None or name not in saved or saved[name].shape == want.shape:
+        name = _name(path)
+        if name not in saved or saved[name] == want.shape:
             return want
-        shape = tuple(saved[name].shape)
-        return _as_saved(shape, want) if is_form(shape, leaf) and is_form(want.shape, leaf) else want
+        shape: tuple[int, ...] = saved[name]
+        base, part = _scaled_part(name, leaves)
+        leaf = parameter_of(base, leaves)
+        if leaf is None:
+            return want
+        if part == "scale":
+            fits = _cuts(shape, saved.get(f"{base}/value", ()))
+        else:
+            fits = is_form(shape, leaf) and is_form(want.shape, leaf)
+        return _as_saved(shape, want) if fits else want
 
     return jax.tree_util.tree_map_with_path(one, wanted)
 
 
-def to_wanted(loaded: Any, wanted: Any, leaves: Leaves) -> Any:
-    """What was read as `readable` says -> `wanted`."""
+def to_wanted(loaded: Any, wanted: Any, leaves: Leaves, note: Callable[[str], None] = lambda text: None) -> Any:
+    """What was read as `readable` says -> `wanted`.
 
-    def one(path: Any, x: Array, want: jax.ShapeDtypeStruct) -> Array:
-        if x.shape == want.shape:
-            return x
-        leaf = parameter_of(jax.tree_util.keystr(path, simple=True, separator="/"), leaves)
-        assert leaf is not None
-        return _to_form(x, leaf, want)
+    Args:
+        loaded: nested dicts of arrays.
+        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings.
+        leaves: the parameters of the model.
+        note: called with one line where numbers were rounded.
+    """
+    arrays, wants = dict(named(loaded)), dict(named(wanted))
+    done: dict[str, Array] = {}
+    rounded: dict[str, str] = {}
+    for name, x in arrays.items():
+        base, part = _scaled_part(name, leaves)
+        if part == "value" and any(arrays[n].shape != wants[n].shape for n in (name, f"{base}/scale")):
+            stored = precision.Scaled(x, arrays[f"{base}/scale"])
+            want = precision.Scaled(wants[name], wants[f"{base}/scale"])
+            done[name], done[f"{base}/scale"] = _to_scales(stored, _leaf(base, leaves), want)
+            rounded[base] = jnp.dtype(x.dtype).name
+        elif part != "scale" and x.shape != wants[name].shape:
+            done[name] = _to_form(x, _leaf(name, leaves), wants[name])
+    if rounded:
+        note(
+            f"{len(rounded)} arrays of optimizer state have one scale per data rank, and their number changed: rounded "
+            f"once more to {' and '.join(sorted(set(rounded.values())))}, as in a step"
+        )
+    return jax.tree_util.tree_map_with_path(lambda path, x: done.get(_name(path), x), loaded)
 
-    return jax.tree_util.tree_map_with_path(one, loaded, wanted)
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _leaf(name: str, leaves: Leaves) -> Leaf:
+    leaf = parameter_of(name, leaves)
+    assert leaf is not None, name
+    return leaf
+
+
+def _scaled_part(name: str, leaves: Leaves) -> tuple[str, str]:
+    """The name of a scaled array and which part of it a leaf is, "value" or "scale"; (name, "") for any other leaf."""
+    base, _, last = name.rpartition("/")
+    scaled = last in precision.Scaled._fields and parameter_of(name, leaves) is None and parameter_of(base, leaves)
+    return (base, last) if scaled else (name, "")
+
+
+def _cuts(parts: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an array of that shape can be cut into that many blocks per dimension."""
+    return len(parts) == len(shape) and all(n % p == 0 for n, p in zip(shape, parts, strict=True))
 
 
 def _as_saved(shape: tuple[int, ...], wanted: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -105,11 +153,24 @@ def _as_saved(shape: tuple[int, ...], wanted: jax.ShapeDtypeStruct) -> jax.Shape
 
 def _to_form(x: Array, leaf: Leaf, wanted: jax.ShapeDtypeStruct) -> Array:
     """A leaf in any of its forms -> the form of `wanted`, with its sharding."""
+    return jax.jit(functools.partial(_formed, leaf=leaf, shape=wanted.shape), out_shardings=wanted.sharding)(x)
 
-    def change(x: Array) -> Array:
-        lead, size = leaf.shape[: leaf.stacked], math.prod(leaf.shape[leaf.stacked :])
-        flat = x.reshape(*lead, -1)[..., :size]
-        room = math.prod(wanted.shape[leaf.stacked :])
-        return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, room - size)]).reshape(wanted.shape)
 
-    return jax.jit(change, out_shardings=wanted.sharding)(x)
+def _formed(x: Array, leaf: Leaf, shape: tuple[int, ...]) -> Array:
+    if x.shape == shape:
+        return x
+    lead, size = leaf.shape[: leaf.stacked], math.prod(leaf.shape[leaf.stacked :])
+    flat = x.reshape(*lead, -1)[..., :size]
+    room = math.prod(shape[leaf.stacked :])
+    return jnp.pad(flat, [(0, 0)] * len(lead) + [(0, room - size)]).reshape(shape)
+
+
+def _to_scales(stored: precision.Scaled, leaf: Leaf, wanted: precision.Scaled) -> precision.Scaled:
+    """A scaled array -> the form and the scales of `wanted`."""
+
+    def change(stored: precision.Scaled) -> precision.Scaled:
+        x = _formed(precision.read_blocks(stored), leaf, wanted.value.shape)
+        return precision.store_blocks(x, wanted.value.dtype, wanted.scale.shape)
+
+    shardings = precision.Scaled(wanted.value.sharding, wanted.scale.sharding)
+    return jax.jit(change, out_shardings=shardings)(stored)

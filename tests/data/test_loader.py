@@ -3,13 +3,15 @@
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jzero.data import Blend, GPTDataset, IndexedWriter, batches, build_datasets, config_tokenizer, open_datasets
-from jzero.data.loader import parse_prefix
+from jzero.data import Blend, GPTDataset, IndexedDataset, IndexedWriter, batches, build_datasets, open_datasets
+from jzero.data.loader import check_vocabulary, parse_prefix
 from jzero.errors import JzeroError
 
 OPTIONS = {"seq_length": 16, "seed": 5, "vocab_size": 1000}
@@ -79,12 +81,44 @@ def test_workers_change_nothing(train):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_foreign_token_reaches_the_caller(prefixes, num_workers):
-    dataset = open_datasets(prefixes[0], seq_length=16, seed=5, vocab_size=50)["train"]
+    dataset = GPTDataset(IndexedDataset(prefixes[0]), seq_length=16, seed=5, vocab_size=50)
     iterator = batches(dataset, batch_size=64, num_workers=num_workers)
     with pytest.raises(JzeroError, match=r"a\.bin: expected tokens in 0\.\.49 .*, found \d+ at position \d+") as error:
         next(iterator)
     assert "\n" not in str(error.value)
     iterator.close()
+
+
+def test_a_file_of_another_vocabulary_is_refused_when_it_is_opened(prefixes, tmp_path):
+    with pytest.raises(JzeroError, match=r"a\.bin: expected tokens in 0\.\.50 \(a vocabulary of 51\), found 51 at"):
+        open_datasets(prefixes[0], seq_length=16, seed=5, vocab_size=51)
+    with IndexedWriter(tmp_path / "negative", "int32") as writer:
+        writer.add([1, 2, -7])
+    with pytest.raises(JzeroError, match=r"negative\.bin: expected .*, found -7 at position 2 \(document 0\); use the"):
+        open_datasets(tmp_path / "negative", seq_length=16, seed=5, vocab_size=51)
+
+
+@pytest.mark.parametrize(("at", "found"), [(1, True), (2, False), (156 * 32, True), (156 * 63, True)])
+def test_a_large_file_is_looked_at_in_windows_all_over(tmp_path, at, found):
+    """64 windows of 2 tokens each, 156 tokens apart."""
+    with IndexedWriter(tmp_path / "large", "uint16") as writer:
+        writer.add(np.where(np.arange(10_000) == at, 99, 0))
+    file = IndexedDataset(tmp_path / "large")
+    with pytest.raises(JzeroError, match=f"found 99 at position {at} ") if found else nullcontext():
+        check_vocabulary(file, 99, limit=128)
+
+
+def test_a_type_that_holds_no_foreign_token_is_not_read(tmp_path):
+    with IndexedWriter(tmp_path / "bytes", "uint8") as writer:
+        writer.add(np.arange(256))
+    file = IndexedDataset(tmp_path / "bytes")
+    file.tokens = None
+    check_vocabulary(file, 257)
+
+
+def test_paths_may_begin_with_the_users_home(prefixes, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(prefixes[0]).parent))
+    assert len(open_datasets("~/a", **OPTIONS)["train"]) == len(open_datasets(prefixes[0], **OPTIONS)["train"])
 
 
 def test_a_worker_outlives_signals_to_the_group_but_not_its_parent(prefixes):
@@ -202,20 +236,6 @@ def test_build_datasets_from_a_config(prefixes, tmp_path):
     assert corpus[0]["tokens"].max() < 257
 
 
-def test_config_errors(prefixes):
-    with pytest.raises(JzeroError, match=r"model\.data\.data_impl: expected mmap, found lazy"):
-        build_datasets(config(prefixes[0], data_impl="lazy"))
-    for wrong in (
-        {"library": "bytes", "path": "x"},
-        {"library": "tokenizers"},
-        {"library": "sentencepiece", "path": "x"},
-    ):
-        with pytest.raises(
-            JzeroError, match=r'model\.tokenizer: expected library "bytes" without model, or "tokenizers"'
-        ):
-            config_tokenizer(config("a", **wrong))
+def test_a_tokenizer_that_is_not_there(prefixes):
     with pytest.raises(JzeroError, match=r"x\.json: expected .* found no such file"):
-        build_datasets(config("a", library="tokenizers", path="x.json"))
-    tokenizer = config_tokenizer(config("a"))
-    with pytest.raises(JzeroError, match='the built-in corpus "stdlib", found tokenizers; set'):
-        build_datasets(config([1, "stdlib"], library="tokenizers", path="x.json"), tokenizer)
+        build_datasets(config(prefixes[0], library="tokenizers", path="x.json"))

@@ -80,14 +80,15 @@ def test_tokenizer_errors(tmp_path):
         load_tokenizer(tmp_path / "empty.json")
 
 
-def test_build_text_and_json_lines(tmp_path, tokenizer_json, capsys):
+def test_build_text_and_json_lines(tmp_path, tokenizer_json, capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
     (tmp_path / "a.txt").write_text("né\nx")
     (tmp_path / "b.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": ""}\n{"text": "two"}')
     (tmp_path / "empty.txt").write_text("")
     inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "empty.txt"]
     built = build(inputs, "bytes", tmp_path / "out" / "text")
     assert (built.documents, built.tokens, built.empty, built.dtype) == (3, 14, 2, "uint16")
-    assert "tokenize" in capsys.readouterr().err
+    assert "tokenize" in capsys.readouterr().err  # a bar, on what looks like a terminal
     dataset = IndexedDataset(built.prefix)
     texts = ["né\nx", "one", "two"]
     assert [x.tolist() for x in dataset] == [[*text.encode(), 256] for text in texts]
@@ -155,3 +156,27 @@ def test_a_folder_is_not_an_input(tmp_path):
         build([tmp_path], "bytes", tmp_path / "out", progress=False)
     with pytest.raises(JzeroError, match="inputs: expected at least one document"):
         build([], "bytes", tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("o/", "output {0}/o/: expected a path that ends in a name, found a folder; give {0}/o/text"),
+        ("o/..", "output {0}/o/..: expected a path that ends in a name, found a folder; give {0}/o/../text"),
+        ("o.bin", "output {0}/o.bin: expected a path without .bin and .idx, which are added, found .bin; give {0}/o"),
+        ("o.idx", "output {0}/o.idx: expected a path without .bin and .idx, which are added, found .idx; give {0}/o"),
+    ],
+)
+def test_an_output_that_names_no_pair_of_files(tmp_path, output, message):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(JzeroError) as error:
+        build([tmp_path / "a.txt"], "bytes", f"{tmp_path}/{output}")
+    assert str(error.value) == message.format(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_the_output_may_be_in_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text")
+    assert build(["~/a.txt"], "bytes", "~/out").prefix == f"{tmp_path}/out"
+    assert (tmp_path / "out.idx").exists()

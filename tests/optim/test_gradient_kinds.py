@@ -27,11 +27,11 @@ GRIDS = {"data x replica": ({"data": 4, "replica": 2}, {}),
 BATCH_AXES = {"data", "replica"}
 CONTEXTS = {  # options of manual_step, and what must be declared
     "local": ({}, "auto"),
-    "reduced": ({"local": False}, "auto"),
+    "reduced": ({"local": False}, "reduced"),
     "unchecked, local": ({"check_vma": False}, "local"),
     "unchecked, reduced": ({"check_vma": False, "local": False}, "reduced"),
     "partial, local": ({"axes": BATCH_AXES}, "local"),
-    "partial, reduced": ({"axes": BATCH_AXES, "local": False}, "auto"),
+    "partial, reduced": ({"axes": BATCH_AXES, "local": False}, "reduced"),
     "partial, unchecked": ({"axes": BATCH_AXES, "check_vma": False}, "local"),
     "tensor alone": ({"axes": {"tensor"}, "local": False}, "auto"),
 }
@@ -195,12 +195,29 @@ def test_unchecked_regions_need_a_declaration(pr, form):
 
 @pytest.mark.parametrize(
     ("grads", "declared", "found"),
-    [(varying("data", "replica"), "reduced", "local"), (lambda g: g, "local", "reduced"),
-     (lambda g: g, "unreduced", "reduced")],
-)  # fmt: skip
+    [(varying("data", "replica"), "reduced", "local"), (varying("data", "replica"), "unreduced", "local")],
+)
 def test_a_declaration_that_contradicts_the_type_is_refused(pr, grads, declared, found):
     with pytest.raises(ValueError, match=rf"\['w'\]: declared gradients='{declared}', but its type says '{found}'"):
         attempt(pr, grads=grads, gradients=declared, replica_axis="replica")
+
+
+@pytest.mark.parametrize("declared", ["auto", "local", "unreduced"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_autodiff_has_summed_is_refused(ranks, declared):
+    """`jax.grad` of a rank's own mean loss with respect to replicated parameters: a sum, not the mean."""
+    pr = problem(mesh(data=ranks), {"w": (8, 16)})
+    tx = jzero.zero(optax.sgd(0.1), mesh=pr.mesh, gradients=declared)
+
+    def step(params, state, scales, rows):
+        return tx.step(jax.grad(contexts.loss)(params, scales, rows), state, params)[0]
+
+    mapped = jax.shard_map(step, mesh=pr.mesh, in_specs=(P(), tx.state_specs(pr.params), P(), P("data")), out_specs=P())
+    wrongly = "" if declared == "auto" else rf"declared gradients='{declared}', but "
+    said = rf"gradient of \['w'\]: {wrongly}it is the same on every rank of \['data'\], so autodiff has summed it, .*"
+    ways_out = r"jax\.lax\.pcast\(params, \('data',\), to='varying'\) .* pass gradients='reduced'"
+    with pytest.raises(ValueError, match=said + ways_out):
+        jax.eval_shape(mapped, pr.params, tx.init(pr.params), pr.params, contexts.BATCH)
 
 
 @pytest.mark.parametrize("axis", ["data", "replica"])

@@ -27,6 +27,8 @@ CASES: dict[str, tuple[dict, dict]] = {
     "apex's test settings": ({"weight_decay": 0.1, "b1": 0.1, "b2": 0.2, "eps": 0.25}, {}),
     "no decay": ({}, {}),
     "l2": ({"weight_decay": 0.1, "adam_w_mode": False}, {}),
+    "no bias correction": ({"weight_decay": 0.1, "bias_correction": False}, {}),
+    "l2, no bias correction": ({"weight_decay": 0.1, "bias_correction": False, "adam_w_mode": False}, {}),
     "schedule": ({"weight_decay": 0.1, "learning_rate": ramp}, {}),
     "mask as tree": ({"weight_decay": 0.1, "mask": {k: len(s) >= 2 for k, s in SHAPES.items()}}, {"decay": matrices}),
     "mask as function": ({"weight_decay": 0.1, "mask": seen_shapes}, {"decay": matrices}),
@@ -38,7 +40,8 @@ def reference(pr, options, extra, steps=STEPS):
     names = {"learning_rate": 1e-2} | options
     rule = adam.adam(
         names["learning_rate"], b1=names.get("b1", 0.9), b2=names.get("b2", 0.999), eps=names.get("eps", 1e-8),
-        weight_decay=names.get("weight_decay", 0.0), l2=not names.get("adam_w_mode", True), **extra,
+        weight_decay=names.get("weight_decay", 0.0), l2=not names.get("adam_w_mode", True),
+        bias_correction=names.get("bias_correction", True), **extra,
     )  # fmt: skip
     return adam.train(rule, pr.start, pr.gradients, steps)
 

@@ -212,6 +212,7 @@ def test_the_report_lists_every_leaf_and_what_its_state_costs():
     report = tx.partition_report(params)
     rows = {row.path: row for row in report}
     assert rows["['w']"][1:5] == ((8, 16), "bfloat16", "dimension 0 of 2", (4, 8))
+    assert {row.precision for row in report} == {"remainder, mu fp32, nu fp32"}
     assert rows["['bias']"].split == "flattened, 2 of padding"
     assert rows["['odd']"].split == "flattened, 1 of padding"
     state = tx.init(params)
@@ -220,7 +221,7 @@ def test_the_report_lists_every_leaf_and_what_its_state_costs():
     assert {row.path: row.state_bytes for row in report} == {f"['{k}']": n for k, n in measured.items()}
     assert measured["w"] == (2 + 4 + 4) * 8 * 16 // 4
     lines = str(report).splitlines()
-    assert lines[0].split() == ["path", "shape", "dtype", "split", "shard", "state_bytes"]
+    assert lines[0].split() == ["path", "shape", "dtype", "split", "shard", "precision", "state_bytes"]
     assert lines[-1] == f"total: {sum(measured.values()):,} bytes of state per device"
     assert len(lines) == 2 + len(params)
 

@@ -1,5 +1,8 @@
 """Every precision mode: bytes, the rules that choose one, both forms of the step, what is refused."""
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +23,15 @@ TABLE = {  # parameters, master, moments: bytes per parameter replicated, and ov
     "scaled": ("bfloat16", "scaled_fp16", "scaled_fp16", 2, 6),
     "remainder, fp8 and fp16 moments": ("bfloat16", "remainder", MIXED, 2, 5),
 }
+REPORTED = {
+    "fp32": "no master, mu fp32, nu fp32",
+    "bf16, fp32 master": "fp32 master, mu fp32, nu fp32",
+    "remainder": "remainder, mu fp32, nu fp32",
+    "bf16 state": "no master, mu bf16, nu bf16",
+    "scaled": "scaled fp16 master, mu scaled fp16, nu scaled fp16",
+    "remainder, fp8 and fp16 moments": "remainder, mu scaled fp8, nu scaled fp16",
+}
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "optimizer.md"
 
 
 def held(tree):
@@ -39,7 +51,26 @@ def test_bytes_per_device_are_the_tables(row, stacked):
     assert held(params) == replicated * count
     assert held((state.master, state.inner)) == pytest.approx(sharded * count / 8, rel=0.01)
     report = tx.partition_report(params)
+    assert {r.precision for r in report} == {REPORTED[row]}
     assert sum(r.state_bytes for r in report) == held((state.master, state.inner)) - 4  # the count belongs to no leaf
+
+
+def written(row):
+    """The row of docs/optimizer.md, with the bytes per parameter that one of 8 devices holds, measured on arrays."""
+    dtype, master, moments, replicated, sharded = TABLE[row]
+    params = jax.device_put({"w": jnp.ones((768, 3072), dtype)}, jax.NamedSharding(mesh(data=8), jax.P()))
+    tx = jzero.distributed_fused_adam(1e-3, mesh=mesh(data=8), master=master, state_dtype=moments)
+    state = tx.init(params)
+    measured = (held(params) + held((state.master, state.inner))) / (768 * 3072)
+    short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    cells = (short, f"`{json.dumps(master)}`", f"`{json.dumps(moments)}`", replicated, sharded, f"{measured:.2f}")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_the_documents_table_is_what_is_measured():
+    rows = [written(row) for row in TABLE]
+    found = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(("| fp32 | `", "| bf16 | `"))]
+    assert found == rows
 
 
 @pytest.mark.parametrize("row", TABLE)

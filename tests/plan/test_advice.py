@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jzero.models.gpt import functions
-from jzero.plan.advice import advise, advise_config, measured
+from jzero.plan.advice import advise, advise_config, helps, measured
 from jzero.plan.hlo import Array
 from jzero.plan.memory import Temporary
 from jzero.plan.result import CollectiveUse, Memory, Report
@@ -135,5 +135,17 @@ def test_compiled_numbers_replace_the_formula():
     found = measured(first, before, after)
     assert (found.how, found.text) == ("compiled", first.text)
     assert found.effect == (
-        "peak 60.00 GiB instead of 80.00, fits; step 101.00 ms instead of 104.00; exposed 1.0% instead of 3.8%"
+        "peak 60.00 GiB instead of 80.00; step 101.00 ms instead of 104.00; exposed 0.99 % instead of 3.85; "
+        "tokens/s 1 instead of 1; fits"
     )
+
+
+def test_what_helps():
+    large, small = a_report(peak=80), a_report(peak=60)
+    fast = dataclasses.replace(small, tokens_per_second=2.0)
+    assert helps(large, small)
+    assert helps(large, a_report(peak=75))  # still too much, but less
+    assert not helps(large, a_report(peak=85))
+    assert helps(small, fast)
+    assert not helps(fast, small)
+    assert not helps(small, dataclasses.replace(large, tokens_per_second=2.0))

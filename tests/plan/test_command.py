@@ -1,5 +1,6 @@
 """`jzero plan` as a user calls it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class planned_once:  # noqa: N801  holds the one report
 @pytest.mark.gpu_compiler
 def test_a_plan_is_printed_and_written(config, tmp_path, capsys):
     files = [str(tmp_path / "plan.json"), str(tmp_path / "step.hlo")]
-    arguments = ["--target", "a100-sxm-80gb", "--devices", "2", "--json", files[0], "--hlo", files[1]]
+    arguments = ["--target", "a100-sxm-80gb", "--devices", "2", "--quick", "--json", files[0], "--hlo", files[1]]
     assert main(["plan", config, *arguments, "model.optim.policy=gather_twice"]) == 0
     out, err = capsys.readouterr()
     title = "tiny, gather_twice, 4 × 1 × 16 tokens per device, NVIDIA A100-SXM4-80GB, data 2"
@@ -79,7 +80,7 @@ def test_a_plan_is_printed_and_written(config, tmp_path, capsys):
 @needs_compiler
 @pytest.mark.gpu_compiler
 def test_json_on_standard_output_is_all_there_is(config, planned, capsys):
-    assert main(["plan", config, "--json", "-"]) == 0
+    assert main(["plan", config, "--json", "-", "--quick"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["fits"] is True
     [(read, target, devices, hosts)] = planned
     assert (read.exp_manager.name, target, devices, hosts) == ("tiny", "h100-sxm-80gb", None, None)
@@ -87,13 +88,37 @@ def test_json_on_standard_output_is_all_there_is(config, planned, capsys):
 
 @needs_compiler
 @pytest.mark.gpu_compiler
-def test_advice_is_tried_where_asked(config, planned, capsys):
-    assert main(["plan", config, "--try-advice"]) == 0
+@pytest.mark.parametrize("gain", [2.0, 0.5])
+def test_advice_is_compiled_and_kept_if_it_helps(config, planned, capsys, monkeypatch, gain):
+    first = command.plan
+
+    def changed(*arguments):
+        report = first(*arguments)
+        if len(planned) == 1:
+            return report
+        return dataclasses.replace(report, tokens_per_second=gain * report.tokens_per_second, exposed_ms=0.0)
+
+    monkeypatch.setattr(command, "plan", changed)
+    assert main(["plan", config]) == 0
     out = capsys.readouterr().out
     tried = [call[0] for call in planned[1:]]
-    assert len(tried) == out.count("(compiled)") > 0
-    assert "(formula)" not in out
+    assert len(tried) > 0
     assert all(c != load_config(config) for c in tried)
+    speed = planned_once.report.tokens_per_second
+    numbers = f"tokens/s {gain * speed:,.0f} instead of {speed:,.0f}"
+    assert (out.count("(compiled)"), out.count("tried without gain")) == (
+        (len(tried), 0) if gain > 1 else (0, len(tried))
+    )
+    assert numbers in " ".join(out.split())
+    assert "by a formula" not in out
+
+
+@needs_compiler
+@pytest.mark.gpu_compiler
+def test_a_quick_plan_estimates_what_advice_gives(config, planned, capsys):
+    assert main(["plan", config, "--quick"]) == 0
+    assert len(planned) == 1
+    assert "(by a formula, not compiled)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

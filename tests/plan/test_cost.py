@@ -161,7 +161,7 @@ HOPS = cost.COLLECTIVE_SECONDS + 3 * cost.LINK_HOP_SECONDS
         (f"%y = f32[250]{{0}} reduce-scatter(%x), replica_groups={DATA}", "reduce-scatter", "data", 4000, 3e-6 + HOPS),
         (f"%y = f32[1000]{{0}} all-reduce(%x), {IOTA}", "all-reduce", "data", 4000, 6e-6 + HOPS + 6e-6),
         (f"%y = f32[1000]{{0}} all-to-all(%x), replica_groups={TENSOR}", "all-to-all", "tensor", 4000, 2e-6 + 12e-6),
-        (f"%y = f32[1000]{{0}} collective-permute(%x), {PAIRS}", "collective-permute", "data (part)", 4000, 16e-6),
+        (f"%y = f32[1000]{{0}} collective-permute(%x), {PAIRS}", "collective-permute", "data", 4000, 16e-6),
         (f"%y = f32[1000]{{0}} ragged-all-to-all(%x), replica_groups={TENSOR}", "ragged-all-to-all", "tensor", 4000,
          14e-6),
     ],

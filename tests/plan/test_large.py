@@ -93,15 +93,18 @@ def test_gpt3_175b_on_1024_gpus_plans_in_two_minutes_of_two_cores():
 
 
 def test_four_times_the_layers_are_the_same_program():
-    """So they compile in the same time, which `benchmarks/plan.py` measures; loops run longer, nothing else changes."""
-    reports = [gpt3_1_3b("gather_on_forward")[1], gpt3_1_3b("gather_on_forward", "model.num_layers=96")[1]]
-    opcodes = [
-        collections.Counter(i.opcode for c in r.module.computations.values() for i in c.instructions) for r in reports
-    ]
-    assert opcodes[0].total() == pytest.approx(opcodes[1].total(), rel=0.02)
-    loops = [sorted({use.loop for use in r.collectives if use.loop}) for r in reports]
-    assert [[name.split(" ×")[0] for name in found] for found in loops] == [["backward", "forward"]] * 2
-    assert reports[1].compute_ms > 3 * reports[0].compute_ms
+    """Loops run longer, nothing else changes; `benchmarks/plan.py` measures that this costs no time to compile.
+
+    With an eighth of the samples, or XLA would recompute what does not fit.
+    """
+    fewer = ["model.num_layers=96", "model.micro_batch_size=1", "model.global_batch_size=8"]
+    reports = [gpt3_1_3b("gather_on_forward")[1], gpt3_1_3b("gather_on_forward", *fewer)[1]]
+    sizes = [sum(len(c.instructions) for c in r.module.computations.values()) for r in reports]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+    loops = [{use.loop.split(" ×")[0] for use in r.collectives if use.loop} for r in reports]
+    assert loops == [{"backward", "forward"}] * 2
+    scattered = [r.totals()["reduce-scatter", "data"].bytes for r in reports]
+    assert scattered[1] > 3 * scattered[0]
 
 
 def test_what_gather_twice_holds():

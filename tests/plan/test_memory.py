@@ -81,6 +81,19 @@ def test_a_stack_is_named_after_what_is_written_into_it():
     assert (largest.name, str(largest.array), largest.bytes) == ("tanh", "f32[24,1000]", 24 * KB)
 
 
+def test_another_layout_of_a_stack_is_a_copy_of_it():
+    turn = """%turn (p: f32[24,1000]) -> f32[24,1000] {
+  %p = f32[24,1000]{1,0} parameter(0)
+  ROOT %r = f32[24,1000]{0,1} transpose(%p), dimensions={0,1}
+}
+"""
+    entry = LOOP.replace(
+        "  ROOT %sum", "  %turned = f32[24,1000]{0,1} fusion(%out), kind=kInput, calls=%turn\n  ROOT %sum"
+    )
+    entry = entry.replace("reduce(%out,", "reduce(%turned,")
+    assert [t.name for t in Buffers(module(entry, STACK + turn)).largest(2)] == ["tanh", "copy of tanh"]
+
+
 def test_buffers_of_one_name_and_shape_are_told_together():
     entry = "\n".join(f'  %a{i} = f32[1000]{{0}} negate(%x), metadata={{op_name="jit(f)/neg"}}' for i in range(3))
     largest = Buffers(module(entry + "\n  ROOT %d = f32[1000]{0} select(%a0, %a1, %a2)")).largest()

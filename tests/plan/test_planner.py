@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from oracles import hlo, predicted
 from test_unrolled import agree
 
 from jzero import JzeroError, distributed_fused_adam, make_mesh
-from jzero.plan import TARGETS, Report, available, devices, plan, report, targets
+from jzero.plan import TARGETS, Report, available, devices, plan, planner, report, targets
 from jzero.plan.hlo import parse, walk
 from jzero.train.config import Config, Model, Optim, Trainer
 from jzero.train.step import build_program
@@ -120,7 +121,7 @@ def test_a_machine_that_unrolls_the_loops_waits_as_long(planned):
 @pytest.mark.slow
 def test_the_trainer_compiles_what_was_planned():
     """The same schedule, and so the same options of the compiler."""
-    conf = configuration(num_layers=1)
+    conf = configuration(num_layers=1, attention_implementation="xla")
     found, program = plan(conf, H100), program_of(conf)
     text = program.step.lower(program.abstract, program.abstract_batch()).compile().as_text()
     schedule = lambda module: [(i.opcode, i.shape, c.name, n) for i, c, n in walk(module, module.entry)]
@@ -151,6 +152,44 @@ def test_the_table_names_what_matters(planned):
 def test_without_cudnn_the_plan_says_that_the_run_would_use_another_attention(planned):
     _, found = planned
     assert [n for n in found.notes if "cuDNN is not installed" in n and "jzero[plan-cudnn]" in n]
+    assert "__cudnn" not in found.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not targets.cudnn_available(), reason="needs cuDNN: pip install -e '.[plan-cudnn]'")
+def test_with_cudnn_the_plan_compiles_the_runs_own_attention():
+    found = plan(configuration(num_layers=1), H100)
+    assert found.notes == []
+    assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(re.findall(r"__cudnn\$\w+", found.text))
+
+
+def lowers_to_cudnn(conf: Config) -> bool:
+    """Whether the run's own step calls cuDNN; JAX does not even trace that where the library is missing."""
+    program = build_program(conf, make_mesh(**conf.mesh_shape, devices=devices(H100, conf.num_devices)))
+    try:
+        return "__cudnn" in program.step.lower(program.abstract, program.abstract_batch()).as_text()
+    except RuntimeError as error:
+        return "cuDNN not found" in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_channels": 256},
+        {"kv_channels": 20},
+        {"attention_dropout": 0.1},
+        {"attention_implementation": "xla"},
+        {"attention_implementation": "cudnn"},
+    ],
+)
+def test_the_note_is_there_where_the_run_would_use_cudnn(changes, monkeypatch):
+    conf = configuration(num_layers=1, **changes)
+    uses = lowers_to_cudnn(conf)
+    monkeypatch.setattr(targets, "cudnn_available", lambda: False)
+    compiled, notes = planner._attention(conf, None)
+    assert bool(notes) == uses
+    assert not lowers_to_cudnn(compiled)
 
 
 def of(mesh, shape, *spec, dtype=jnp.bfloat16):

@@ -37,6 +37,17 @@ def test_every_layout_is_a_valid_configuration(tmp_path):
         assert (config.model.activations_checkpoint_granularity or "") == layout.granularity
 
 
+def test_the_axes_that_the_trainer_cannot_use_are_left_out():
+    """What its own check refuses is no layout; one layer makes no pipeline, 32 columns are too few to split."""
+    assert {(x.tensor, x.pipeline, x.sequence) for x in layouts(TINY)} == {(1, 1, False)}
+    wide = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, hidden_size=4096, num_attention_heads=32))
+    for x in layouts(wide):
+        assert x.tensor <= 4
+        assert x.sequence == (x.tensor > 1)
+        sizes = {"tensor_model_parallel_size": x.tensor, "sequence_parallel": x.sequence}
+        validate(dataclasses.replace(wide, model=dataclasses.replace(wide.model, **sizes)), 4)
+
+
 def test_keys_that_are_fixed_keep_their_value():
     found = layouts(TINY, FIXED)
     assert {(x.policy, x.granularity) for x in found} == {("replicated", "")}

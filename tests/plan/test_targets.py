@@ -19,8 +19,15 @@ def test_the_targets_of_the_documentation():
         "a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "b200-sxm-180gb",
         "gb200-nvl72-186gb",
     }  # fmt: skip
-    text = (ROOT / "docs" / "plan.md").read_text()
-    assert all(f"`{name}`" in text for name in TARGETS)
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "plan.md").read_text().splitlines()]
+    table = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`") and len(row) == 9}
+    tera = lambda value: f"{value / 1e12:.0f}"
+    for name, t in TARGETS.items():
+        fp8 = tera(t.rates["fp8"]) if "fp8" in t.rates else "–"
+        rates = [tera(t.rates["bf16"]), fp8, tera(t.rates["tf32"])]
+        links = [f"{t.link / 1e9:.0f}", f"{t.network / 1e9:.0f}"]
+        memory = [f"{t.memory / 2**30:.1f}", f"{t.bandwidth / 1e12:.2f}"]
+        assert table[name] == [*memory, *rates, *links, f"{t.efficiency:.0%}"]
 
 
 @pytest.mark.parametrize("name", TARGETS)

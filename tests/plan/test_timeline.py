@@ -54,6 +54,34 @@ FORMS = {
         4000,
         SCATTER,
     ),
+    "async-start of an all-to-all": (
+        "  %s = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-start(%x), calls=%exchange",
+        "  %d = f32[1000]{0} async-done(%s)",
+        "all-to-all",
+        4000,
+        3e-6 + 12e-6,
+    ),
+    "async-start of a ragged all-to-all": (
+        "  %s = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-start(%x), calls=%ragged",
+        "  %u = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-update(%s)\n  %d = f32[1000]{0} async-done(%u)",
+        "ragged-all-to-all",
+        4000,
+        3e-6 + 12e-6,
+    ),
+    "reduce-scatter-start of a tuple": (
+        "  %s = ((f32[1000]{0}, f32[1000]{0}), (f32[250]{0}, f32[250]{0})) reduce-scatter-start(%x, %x), " + DATA,
+        "  %d = (f32[250]{0}, f32[250]{0}) reduce-scatter-done(%s)",
+        "reduce-scatter",
+        8000,
+        SCATTER + 3e-6,
+    ),
+    "a call of a start": (
+        "  %s = (f32[1000]{0}, f32[4000]{0}) call(%x), to_apply=%starts",
+        "  %d = f32[4000]{0} all-gather-done(%s)",
+        "all-gather",
+        16000,
+        GATHER,
+    ),
     "collective-permute-start": (
         "  %s = (f32[1000]{0}, f32[1000]{0}, u32[], u32[]) collective-permute-start(%x), "
         "source_target_pairs={{0,2},{2,4}}",
@@ -75,6 +103,18 @@ WRAPPED = f"""
 %wrapped (p: f32[1000]) -> f32[250] {{
   %p = f32[1000]{{0}} parameter(0)
   ROOT %r = f32[250]{{0}} reduce-scatter(%p), {DATA}, to_apply=%add
+}}
+%exchange (p: f32[1000]) -> f32[1000] {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %r = f32[1000]{{0}} all-to-all(%p), {DATA}, dimensions={{0}}
+}}
+%ragged (p: f32[1000]) -> f32[1000] {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %r = f32[1000]{{0}} ragged-all-to-all(%p), {DATA}
+}}
+%starts (p: f32[1000]) -> (f32[1000], f32[4000]) {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %g = (f32[1000]{{0}}, f32[4000]{{0}}) all-gather-start(%p), {DATA}, dimensions={{0}}
 }}
 %wrapped_fusion (p: f32[1000]) -> f32[250] {{
   %p = f32[1000]{{0}} parameter(0)

@@ -93,7 +93,9 @@ def test_the_best_and_the_last_stay(program, tmp_path):
         checkpoints.save(step, state._replace(step=jnp.int32(step)), {}, val_loss=loss)
     checkpoints.close()
     reopened = Checkpoints(tmp_path, top_k=2)
-    assert (reopened.steps, reopened.best()) == ([2, 4, 7], [2, 4])
+    reopened.save(8, state._replace(step=jnp.int32(8)), {}, val_loss=9.0)  # knows the losses of an earlier process
+    reopened.wait()
+    assert (reopened.steps, reopened.best()) == ([2, 4, 8], [2, 4, 8])
     reopened.close()
 
 
@@ -112,12 +114,68 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(program, tmp_
     assert record["step"] == 0
     assert_same_bits(expected, restored)
     assert len(notes) == 1
-    assert notes[0].startswith("ignored checkpoint 1: ")
+    assert notes[0].startswith("checkpoint 1 is damaged (")
+    assert notes[0].endswith(f"): moved to {tmp_path}/unreadable_checkpoints")
     assert (tmp_path / "unreadable_checkpoints" / "1").is_dir()
     checkpoints.save(1, second, {})  # its name is free again
     checkpoints.wait()
     assert checkpoints.restore(program.abstract)[1]["step"] == 1
     checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(program, tmp_path_factory):
+    """A run folder with the checkpoints 0 and 1."""
+    folder = tmp_path_factory.mktemp("two")
+    checkpoints = Checkpoints(folder, last_k=2)
+    for step in (0, 1):
+        checkpoints.save(step, program.init()._replace(step=jnp.int32(step)), {"model": MODEL})
+    checkpoints.close()
+    return folder
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "truncated", "garbage"])
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding", "d"])
+def test_damage_is_never_taken_for_another_model(program, two_checkpoints, tmp_path, notes, name, how):
+    """Of any file that says what a checkpoint is, of the parameters here. Orbax does without `_sharding`."""
+    run = tmp_path / "run"
+    shutil.copytree(two_checkpoints, run)
+    top = run / "checkpoints" / "1"
+    file = top / name if name.startswith("_CHECK") else top / "params" / name
+    file = max(file.iterdir(), key=lambda f: f.stat().st_size) if file.is_dir() else file
+    data = file.read_bytes()
+    file.write_bytes({"truncated": data[: len(data) // 2], "garbage": bytes(range(256))}.get(how, b""))
+    if how == "missing":
+        file.unlink()
+    load_params(run, program.abstract.params, "last", notes.append)
+    checkpoints = Checkpoints(run, note=notes.append)
+    restored, record = checkpoints.restore(program.abstract, MODEL)
+    checkpoints.close()
+    damaged = name != "_sharding"
+    assert (record["step"], int(restored.step), len(notes)) == ((0, 0, 2) if damaged else (1, 1, 0))
+    assert all(note.startswith("checkpoint 1 is damaged (its ") for note in notes)
+
+
+def test_a_record_that_was_changed_is_damage_too(program, two_checkpoints, tmp_path, notes):
+    """Otherwise one byte would make it a checkpoint of another model."""
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "1" / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text().replace('"hidden_size": 32', '"hidden_size": 33'))
+    checkpoints = Checkpoints(tmp_path / "run", note=notes.append)
+    assert checkpoints.restore(program.abstract, MODEL)[1]["step"] == 0
+    assert notes[0].startswith("checkpoint 1 is damaged (its record is not what was written): moved to ")
+    checkpoints.close()
+
+
+def test_a_damaged_record_is_no_candidate_for_the_best(program, tmp_path):
+    checkpoints = Checkpoints(tmp_path, top_k=1)
+    for step, loss in ((0, 1.0), (1, 2.0)):
+        checkpoints.save(step, program.init()._replace(step=jnp.int32(step)), {}, val_loss=loss)
+    checkpoints.close()
+    (tmp_path / "checkpoints" / "0" / "_CHECKPOINT_METADATA").unlink()
+    reopened = Checkpoints(tmp_path, top_k=1)
+    assert reopened.best() == [1]
+    reopened.close()
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -131,7 +189,9 @@ def test_what_another_host_cannot_read_is_set_aside_here_too(program, tmp_path, 
     monkeypatch.setattr(checkpoint, "on_every_host", lambda here: asked.append(here) or len(asked) != part + 1)
     assert checkpoints.restore(program.abstract)[1]["step"] == 0
     assert asked == [True] * (part + 1 + 3)
-    assert notes == [f"ignored checkpoint 1: another host cannot read it; moved to {tmp_path}/unreadable_checkpoints"]
+    assert notes == [
+        f"checkpoint 1 is damaged (another host cannot read it): moved to {tmp_path}/unreadable_checkpoints"
+    ]
     checkpoints.close()
 
 

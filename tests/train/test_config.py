@@ -140,8 +140,11 @@ def test_interpolations_are_saved_resolved():
         ("model.optim.betas=[.9,1.]", "expected a list of 2 numbers, at least 0, below 1, found [0.9, 1.0]"),
         ("model.optim.betas=.9", "expected a list of 2 numbers, at least 0, below 1, found 0.9 (a number)"),
         ("trainer.gradient_clip_val=-1", "expected a number or null, at least 0, found -1"),
-        ("trainer.devices=0", "trainer.devices: expected at least 1, or -1 for all there are, found 0"),
-        ("trainer.devices=-2", "trainer.devices: expected at least 1, or -1 for all there are, found -2"),
+        ("trainer.devices=0", "trainer.devices: expected 1 to 1024, or -1 for all there are, found 0"),
+        ("trainer.devices=100000", "trainer.devices: expected 1 to 1024, or -1 for all there are, found 100000"),
+        ("exp_manager.name=a\\b", r"exp_manager.name: expected some text without \, found a\b"),
+        ("model.check_for_nan_in_grad=true", "use trainer.terminate_on_nan"),
+        ("trainer.devices=-2", "trainer.devices: expected 1 to 1024, or -1 for all there are, found -2"),
         ("model.activation=relu", "model.activation: expected one of gelu, swiglu, found relu"),
         ("model.optim.policy=zero3", "expected one of replicated, gather_on_forward, gather_twice, null, found zero3"),
         ("model.data.data_impl=lazy", "model.data.data_impl: expected mmap, found lazy"),
@@ -388,6 +391,12 @@ def test_vocabulary():
 
 
 # The reference page
+
+
+def test_the_run_folder_may_be_in_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["exp_manager.exp_dir=~/runs", "exp_manager.name=a/b"]
+    assert load_config(None, overrides).run_folder == Path("/home/me/runs/a/b")
 
 
 def test_reference_page_is_up_to_date():

@@ -14,7 +14,7 @@ import pytest
 
 from jzero import JzeroError
 from jzero.train import devices
-from jzero.train.config import Config, Trainer, load_config
+from jzero.train.config import Config, Model, Trainer, load_config
 from jzero.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,7 +66,7 @@ def test_a_mesh_uses_the_first_devices():
 
 def test_more_devices_than_there_are():
     with pytest.raises(JzeroError, match="64 devices, but there are 8"):
-        devices.build_mesh(Config(trainer=Trainer(devices=64)), lambda line: None)
+        devices.build_mesh(Config(trainer=Trainer(devices=64), model=Model(global_batch_size=256)), lambda line: None)
 
 
 def test_hosts_that_cannot_find_each_other(monkeypatch):

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,10 +14,11 @@ from jzero.train.checkpoint import Checkpoints
 from jzero.train.config import load_config
 from jzero.train.devices import build_mesh
 from jzero.train.files import RunFolder
-from jzero.train.loop import Run, TrainResult, check_old_files
+from jzero.train.loop import Run, TrainResult
 from jzero.train.metrics import read_metrics
 from jzero.train.progress import Reporter
 from jzero.train.signals import StopSignals
+from jzero.train.start import check_old_files
 
 
 @pytest.fixture
@@ -45,9 +45,8 @@ def start(tmp_path, text_prefix, small_program):
         keys.update(item.split("=", 1) for item in overrides)
         config, mesh = build_mesh(load_config(None, [f"{key}={value}" for key, value in keys.items()]), print)
         program = small_program(config, mesh)
-        path = Path(config.exp_manager.exp_dir) / config.exp_manager.name
         check = functools.partial(check_old_files, config.exp_manager)
-        with RunFolder(path, check=check) as folder:
+        with RunFolder(config.run_folder, check=check) as folder:
             report = Reporter(total=config.trainer.max_steps, every=config.trainer.log_every_n_steps)
             one = Run(config, program, build_datasets(config), config_tokenizer(config), folder, report)
             step = program.step
@@ -93,7 +92,11 @@ def test_a_run_writes_what_it_says(start, tmp_path, capsys):
     assert load_config(tmp_path / "run" / "config.yaml").model.encoder_seq_length == 16
     out = capsys.readouterr().out
     assert out.count("lr 1.0e-02") == 3  # steps 4 and 8, and the last
-    assert out.endswith(f"{result.sample}\n\n")
+    assert f"run folder: {tmp_path}/run\n" in out
+    assert out.endswith(
+        f"{result.sample}\n\nfinished after step 10 with val_loss {result.val_loss:.4f}; more text: "
+        f"jzero generate {tmp_path}/run --prompt 'def '\n"
+    )
     assert result.sample.startswith("def ")
 
 
@@ -205,10 +208,12 @@ def test_the_best_checkpoint_is_one_whose_step_was_evaluated(start, tmp_path):
     checkpoints.close()
 
 
-def test_a_finished_run_is_left_as_it_is(start, tmp_path):
+def test_a_finished_run_is_left_as_it_is(start, tmp_path, capsys):
     first = start()
     lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert "already" not in capsys.readouterr().out
     again = start()
+    assert "already finished: step 10 is the last; a larger trainer.max_steps goes on\n" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
     assert (again.step, again.loss, again.val_loss, again.sample) == (10, None, first.val_loss, first.sample)
 
@@ -216,7 +221,28 @@ def test_a_finished_run_is_left_as_it_is(start, tmp_path):
 def test_changed_settings_are_named_when_a_run_continues(start, capsys):
     start("trainer.max_steps=4")
     start("model.optim.lr=1e-4", "model.data.num_workers=0", "model.hidden_dropout=0.3")
-    assert "continuing from step 4; changed since: model.hidden_dropout, model.optim.lr\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "continuing from step 4; changed since: model.hidden_dropout, model.optim.lr\n" in out
+    assert "learning rate of step 5: " in out
+
+
+def test_a_longer_run_says_what_becomes_of_the_learning_rate(start, capsys):
+    start("trainer.max_steps=4")
+    capsys.readouterr()
+    start("trainer.max_steps=8")
+    out = capsys.readouterr().out
+    assert (
+        "learning rate of step 5: 0.00013, before the change 2e-05 (the schedule follows trainer.max_steps, "
+        "4 and now 8; model.optim.sched.max_steps=4 keeps the old one)\n"
+    ) in out
+    start("trainer.max_steps=9", "model.optim.sched.max_steps=8")
+    assert "learning rate of" not in capsys.readouterr().out
+
+
+def test_another_mesh_is_named_when_a_run_continues(start, capsys):
+    start("trainer.max_steps=4")
+    start("trainer.max_steps=4", "trainer.devices=2")
+    assert "continuing from step 4; changed since: mesh (data 4, now 2)\n" in capsys.readouterr().out
 
 
 def test_another_batch_size_cannot_continue(start):
@@ -280,6 +306,44 @@ def test_an_evaluation_takes_no_sample_twice(start, monkeypatch, text_prefix, pr
     rows = np.concatenate([batch["tokens"] for batch in seen])  # of the evaluation: the step's was placed before
     assert 1 < len(seen) < 100
     assert np.unique(rows, axis=0, return_counts=True)[1].max() == prefix.count("{0}")  # each file gives it once
+
+
+def spoil_at(at: int):
+    """Multiplies what the tokens of one step count by nan: so are its loss and gradients."""
+
+    def during(run: Run, step: int) -> None:
+        if step == 0:
+            place = run.program.place
+            nan = lambda batch: {**batch, "loss_mask": batch["loss_mask"] * np.float32("nan")}
+            run.program.place = lambda batch: place(nan(batch) if run.step == at - 1 else batch)
+
+    return during
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(start, tmp_path):
+    message = (
+        r"^step 6: expected finite numbers, found loss nan and grad_norm nan; the update was applied and has spoiled "
+        r"the parameters, the last checkpoint is of step 3; the same settings would come here again: lower"
+    )
+    with pytest.raises(JzeroError, match=message):
+        start(during=spoil_at(6))
+    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == list(range(1, 7))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_too(start):
+    """The evaluation after step 4 uses what step 5 would."""
+    with pytest.raises(JzeroError, match="step 4: expected finite numbers, found val_loss nan; the update was"):
+        start(during=spoil_at(5))
+
+
+def test_a_run_may_go_on_after_that_but_keeps_its_last_good_checkpoint(start, tmp_path, capsys):
+    result = start("trainer.terminate_on_nan=false", during=spoil_at(6))
+    assert result.step == 10
+    out = capsys.readouterr().out
+    assert out.count("warning: step 6: expected finite numbers, found loss nan and grad_norm nan; the update was") == 1
+    assert "training on without saving (the last checkpoint is of step 3)" in out
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
 
 
 def test_a_failure_before_the_first_step_leaves_nothing_behind(start, tmp_path):

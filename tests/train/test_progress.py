@@ -26,9 +26,9 @@ def test_plain_lines():
     lines = show(terminal=False).splitlines()
     assert "1,234" in lines[1]
     assert lines[3:] == [
-        "step 2/4 · loss 0.5000 · lr 1.0e-03 · 5,000 tokens/s · 0:01:02 left",
+        "step 2/4 · loss 0.5000 · lr 1.0e-03 ·  5,000 tokens/s · 0:00:04 left",
         "step 3/4 · val_loss 0.5000",
-        "step 4/4 · loss 0.2500 · val 0.5000 · lr 1.0e-03 · 5,000 tokens/s · 0:00:00 left",
+        "step 4/4 · loss 0.2500 · val 0.5000 · lr 1.0e-03 ·  5,000 tokens/s · 0:00:00 left",
         "[all] done",
     ]
 
@@ -46,6 +46,18 @@ def test_a_quiet_process(capsys):
     report.note("text")
     report.step({"step": 1, "loss": 1.0, "lr": 1.0, "step_time_s": 1.0, "tokens_per_s": 1.0})
     assert capsys.readouterr().out == ""
+
+
+def test_lines_are_aligned_and_a_warning_is_one_of_them():
+    out = io.StringIO()
+    with Reporter(total=100, every=1, console=Console(file=out, width=40, highlight=False)) as report:
+        for step, speed in ((9, 987.0), (10, 12_345.0)):
+            report.step({"step": step, "loss": 1.0, "lr": 1.0, "step_time_s": 1.0, "tokens_per_s": speed})
+        report.warn("step 10: " + "x" * 80)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step   9/100 · loss 1.0000 · lr 1.0e+00 ·    987 tokens/s · 0:01:31 left")
+    assert lines[1].startswith("step  10/100 · loss 1.0000 · lr 1.0e+00 · 12,345 tokens/s · 0:01:30 left")
+    assert lines[2] == "warning: step 10: " + "x" * 80
 
 
 @pytest.mark.parametrize(("done", "left"), [(1, "0:01:00"), (3, "0:00:02")])

@@ -12,7 +12,7 @@ import jzero
 from jzero import JzeroError, make_mesh
 from jzero.optim.partition import make_plan
 from jzero.train.checkpoint import Checkpoints, load_params
-from jzero.train.reshape import is_form
+from jzero.train.reshape import _scaled_part, is_form
 
 SHAPES = {"blocks": {"w": (2, 5, 7), "v": (3, 7)}, "b": (7,), "even": (12, 5), "one": ()}
 
@@ -27,9 +27,10 @@ def stacked(path: str) -> int:
     return int("blocks" in path)
 
 
-def setup(ranks: int, dtype: Any = jnp.bfloat16):
-    mesh = make_mesh(data=ranks, devices=jax.devices()[:ranks])
-    tx = jzero.distributed_fused_adam(1e-2, mesh=mesh, stacked=stacked, gradients="reduced")
+def setup(ranks: int, dtype: Any = jnp.bfloat16, replica: int = 1, **options: Any):
+    mesh = make_mesh(data=ranks, replica=replica, devices=jax.devices()[: ranks * replica])
+    options = {"stacked": stacked, "gradients": "reduced", "replica_axis": "replica"} | options
+    tx = jzero.distributed_fused_adam(1e-2, mesh=mesh, **options)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     abstract = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere),
@@ -85,6 +86,66 @@ def test_from_one_number_of_ranks_to_another(tmp_path, before, after):
     want = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(abstract)]
     assert [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(found[0])] == want
     jax.jit(tx.step)(random_params(abstract.params, 2), found[0].opt, found[0].params)  # and training goes on
+
+
+# --- scales, which are one per rank ----------------------------------------------------------------------------------
+
+MIXED = {"mu": "scaled_fp8", "nu": "scaled_fp16"}
+MODES = {  # options, and how far parameters may be off after three steps: not, Apex's tolerance, an eighth of each step
+    "remainder": ({"master": "remainder"}, 0.0, 0.0),
+    "scaled": ({"master": "scaled_fp16", "state_dtype": "scaled_fp16"}, 5e-2, 1e-5),
+    "fp8 moments": ({"master": "remainder", "state_dtype": MIXED}, 2.0**-8, 3 * 1e-2 / 8),
+}
+REST = [((3, 1), (4, 2)), ((4, 2), (8, 1)), ((5, 1), (1, 1)), ((4, 1), (4, 2))]
+MOVES = [((4, 1), (3, 2)), *(pytest.param(*move, marks=pytest.mark.slow) for move in REST)]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize("mode", MODES)
+def test_low_precision_goes_on_with_other_ranks_and_replicas(tmp_path, mode, before, after):
+    """Saved on data x replica ranks, taken up on others: three more steps as where it was saved, rounding said."""
+    options, rtol, atol = MODES[mode]
+    tx, abstract, plan = setup(before[0], replica=before[1], **options)
+    params = random_params(abstract.params, 0)
+    state = State(jnp.int32(1), *jax.jit(tx.step)(random_params(abstract.params, 1), tx.init(params), params))
+    checkpoints = Checkpoints(tmp_path, plan=plan)
+    checkpoints.save(1, state._replace(step=jax.device_put(1, abstract.step.sharding)), {})
+    checkpoints.close()
+    expected = three_steps(tx, abstract, state)
+
+    tx, abstract, plan = setup(after[0], replica=after[1], **options)
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, plan=plan, note=notes.append)
+    found = checkpoints.restore(abstract)
+    checkpoints.close()
+    assert found is not None
+    want = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(abstract)]
+    assert [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(found[0])] == want
+    rounded = mode != "remainder" and before[0] != after[0]
+    count = {"scaled": 3, "fp8 moments": 2, "remainder": 0}[mode] * len(plan.leaves)
+    said = (
+        f"{count} arrays of optimizer state have one scale per data rank, and their number changed: rounded once more"
+    )
+    assert [note.startswith(said) for note in notes] == [True] * rounded
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(three_steps(tx, abstract, found[0])), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol if rounded else 0, atol=atol)
+
+
+def three_steps(tx: Any, abstract: State, state: State) -> Any:
+    params, opt, step = state.params, state.opt, jax.jit(tx.step)
+    for seed in (2, 3, 4):
+        params, opt = step(random_params(abstract.params, seed), opt, params)
+    return params
+
+
+def test_scales_of_a_parameter_named_like_their_own_parts():
+    """A norm's parameter may be called "scale": its moments are `scale/value` and `scale/scale`."""
+    leaf = setup(1)[2].leaves[0]
+    leaves = {"norm/scale": leaf, "w": leaf}
+    assert _scaled_part("optimizer/mu/norm/scale", leaves) == ("optimizer/mu/norm/scale", "")
+    assert _scaled_part("optimizer/mu/norm/scale/scale", leaves) == ("optimizer/mu/norm/scale", "scale")
+    assert _scaled_part("optimizer/mu/w/value", leaves) == ("optimizer/mu/w", "value")
+    assert _scaled_part("optimizer/other/value", leaves) == ("optimizer/other/value", "")
 
 
 def test_stored_shards_become_whole_parameters(tmp_path):
