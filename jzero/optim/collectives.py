@@ -179,8 +179,20 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
 
 
 def after(first: Any, then: Any) -> Any:
-    """`then`, a tree of arrays, whose users wait for all of `first`; it varies over the axes of both."""
-    return jax.lax.optimization_barrier((first, then))[1]
+    """`then` as it is, but what is computed from one of its arrays waits for `first`.
+
+    A barrier's results vary over every axis that one of its operands varies over. So an array waits for those arrays
+    of `first` alone that vary over none but its own axes.
+    """
+    flat, treedef = jax.tree.flatten(then)
+    kinds = [regions.varying_axes(x) for x in flat]
+    for axes in set(kinds):
+        mine = [i for i, own in enumerate(kinds) if own == axes]
+        before = [x for x in jax.tree.leaves(first) if regions.varying_axes(x) <= axes]
+        _, after = jax.lax.optimization_barrier((before, [flat[i] for i in mine]))
+        for i, x in zip(mine, after, strict=True):
+            flat[i] = x
+    return treedef.unflatten(flat)
 
 
 def total(values: Any, axes: Sequence[str]) -> Any:
