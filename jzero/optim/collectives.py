@@ -215,6 +215,8 @@ def _gather_along(x: Array, axis: str, dimension: int, to: Literal["varying", "i
     NCCL puts shards one after the other. Left to itself XLA lays the *shard* out with `dimension` first, which takes
     the update apart: new values go to memory in float32 and are read again.
     """
+    if jax.lax.axis_size(axis) == 1 and not regions.tracks_varying(axis):
+        return x  # XLA's CPU compiler keeps a gather of one rank, and copies for it
     if math.prod(x.shape[:dimension]) == 1:
         return jax.lax.all_gather(x, axis, axis=dimension, tiled=True, to=to)
     parts = jnp.moveaxis(jax.lax.all_gather(x, axis, to=to), 0, dimension)

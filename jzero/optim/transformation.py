@@ -103,10 +103,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
         """
-        taken = collectives.global_norm(shards, state.plan.leaves) if norm is None else norm
-        both: list[Array] = self.core.unscaled([*shards, taken], state)
-        new, _, state = self.core.guarded(both[:-1], state, list(params), both[-1], extra, True)
-        return new, state, both[-1]
+        own = self.core.unscaled(shards, state)
+        if norm is None:
+            unscaled = collectives.global_norm(own, state.plan.leaves)
+        else:
+            [unscaled] = self.core.unscaled([norm], state)
+        new, _, state = self.core.guarded(own, state, list(params), unscaled, extra, True)
+        return new, state, unscaled
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.

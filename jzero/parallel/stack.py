@@ -220,13 +220,13 @@ def backward(
         dx, gathered, pending, sums = carry
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = gathered if layers.shards else layers.at(i)
-        if scatter:
-            sums = add(sums, i + 1, per_layer.scatter(pending))
         assert saved.rebuild is not None
         dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
-        if scatter:
-            return dx, earlier, finish(i, dw), sums
-        return dx, earlier, None, add(sums, i, dw)
+        if not scatter:
+            return dx, earlier, None, add(sums, i, dw)
+        # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
+        sums = add(sums, i + 1, per_layer.scatter(pending, behind=None if ahead else dx))
+        return dx, earlier, finish(i, dw), sums
 
     dw, dx = saved.last(dy)
     pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))

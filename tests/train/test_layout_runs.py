@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jzero.train.config import load_config
+from jzero.train.generate import generate_from_run
 from jzero.train.loop import train
 from jzero.train.metrics import read_metrics
 
@@ -27,17 +28,19 @@ CHUNKS = [
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE, CHUNKS], ids=["tensor", "pipeline", "chunks"])
 def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix):
-    def run(name, steps, layout, tokens):
+    def run(name, steps, layout, tokens=0):
         keys = [f"exp_manager.exp_dir={tmp_path}", f"exp_manager.name={name}", f"model.data.data_prefix={text_prefix}"]
         keys += [f"trainer.max_steps={steps}", f"generate.tokens={tokens}", "generate.temperature=0", *KEYS, *layout]
-        train(load_config(None, keys))
-        return read_metrics(tmp_path / name / "metrics.jsonl")
+        return train(load_config(None, keys)), read_metrics(tmp_path / name / "metrics.jsonl")
 
-    whole = run("whole", 5, ONE, 0)
-    run("moved", 2, ONE, 0)
-    run("moved", 4, layout, 4)
-    moved = run("moved", 5, ONE, 0)
+    _, whole = run("whole", 5, ONE)
+    run("moved", 2, layout)
+    run("moved", 4, ONE)
+    result, moved = run("moved", 5, layout, tokens=4)
     for key in ("loss", "val_loss"):
         found, expected = ([line[key] for line in lines if key in line] for lines in (moved, whole))
-        assert len(found) >= 2
+        assert len(found) >= 3
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+    options = {"tokens": 4, "temperature": 0, "top_k": 0, "seed": 0}
+    text = "".join(generate_from_run(tmp_path / "moved", "def ", checkpoint="last", **options))
+    assert text == result.sample

@@ -1,10 +1,13 @@
 """Every layout of data, replica and tensor ranks trains the model of one device: same loss, gradients, parameters."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
+import numpy as np
 import pytest
-from programs import assert_same_training, config, ten_steps
+from programs import assert_same_training, batch, config, program, ten_steps, train
 
 VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
 MODELS = {
@@ -48,21 +51,23 @@ class Row(NamedTuple):
 
 WHOLE, SPLIT = False, True
 LAYOUTS = [
-    Row(4, 1, 2, WHOLE, "replicated"),
     Row(4, 1, 2, SPLIT, "replicated"),
-    Row(4, 1, 2, SPLIT, "gather_on_forward", model="gpt2, dropout"),
     Row(4, 1, 2, SPLIT, "gather_twice", 2, granularity="selective", model="gpt2, dropout"),
     Row(4, 1, 2, WHOLE, "gather_on_forward", 2, "sharded", "selective", "llama"),
-    Row(2, 1, 4, WHOLE, "gather_twice", model="llama"),
     Row(2, 1, 4, SPLIT, "gather_on_forward", 2, "sharded", "full", "llama"),
     Row(2, 1, 4, WHOLE, "replicated", 4, model="gpt2, dropout"),
     Row(2, 2, 2, SPLIT, "gather_on_forward", model="llama"),
+    Row(1, 1, 4, SPLIT, "gather_twice", 4, granularity="full", model="gpt2, dropout"),
+    Row(2, 1, 2, SPLIT, "replicated", 2, model="llama", optimizer="fused_adam"),
+]
+MORE_LAYOUTS = [
+    Row(4, 1, 2, WHOLE, "replicated"),
+    Row(4, 1, 2, SPLIT, "gather_on_forward", model="gpt2, dropout"),
+    Row(2, 1, 4, WHOLE, "gather_twice", model="llama"),
     Row(2, 2, 2, WHOLE, "gather_twice", 2, granularity="full", model="gpt2, dropout"),
     Row(1, 4, 2, SPLIT, "replicated", 2, "sharded"),
     Row(1, 1, 2, SPLIT, "gather_on_forward", 2),
-    Row(1, 1, 4, SPLIT, "gather_twice", 4, granularity="full", model="gpt2, dropout"),
     Row(1, 2, 4, WHOLE, "replicated", model="llama"),
-    Row(2, 1, 2, SPLIT, "replicated", 2, model="llama", optimizer="fused_adam"),
     Row(2, 1, 2, WHOLE, "replicated", 4, optimizer="fused_adam"),
 ]
 
@@ -72,6 +77,51 @@ def one_device(model):
     return ten_steps(Row(1, 1, 1, WHOLE, "replicated", model=model).config(), VOCABULARY)
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row",
+    [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in MORE_LAYOUTS)],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_a_layout_trains_the_model_of_one_device(row):
     assert_same_training(ten_steps(row.config(), VOCABULARY), one_device(row.model))
+
+
+def test_evaluation_and_logits_do_not_depend_on_the_layout():
+    row = Row(2, 1, 2, SPLIT, "gather_twice", model="llama")
+    results = []
+    for conf in (Row(1, 1, 1, WHOLE, "replicated", model="llama").config(), row.config()):
+        prog = program(conf, VOCABULARY)
+        params, data = prog.init().params, batch(0)
+        total, count = jax.block_until_ready(prog.evaluate(params, prog.place(data)))
+        results.append((float(total), float(count), np.asarray(prog.logits(params, data["tokens"][:3]))))
+    (total, count, logits), (found, found_count, found_logits) = results
+    assert found == pytest.approx(total, rel=1e-6)
+    assert found_count == count
+    assert found_logits.shape == (3, 16, VOCABULARY)
+    np.testing.assert_allclose(found_logits, logits, rtol=1e-5, atol=1e-5)
+
+
+LOW = {
+    "remainder": ({"master": "remainder"}, 1e-3),
+    "scaled": ({"exp_avg_dtype": "scaled_fp8", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
+    "random": (
+        {"master": "none", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+        1e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", LOW)
+def test_low_precision_follows_fp32_and_tensor_ranks_keep_alike_what_they_share(mode):
+    optim, rtol = LOW[mode]
+    conf = Row(2, 1, 2, SPLIT, "gather_on_forward").config()
+    model = dataclasses.replace(conf.model, optim=dataclasses.replace(conf.model.optim, **optim))
+    conf = dataclasses.replace(conf, model=model, trainer=dataclasses.replace(conf.trainer, precision="bf16"))
+    prog = program(conf, VOCABULARY)
+    state, rows = train(prog, 10)
+    np.testing.assert_allclose(rows[:, 0], one_device("gpt2")[0][:, 0], rtol=rtol)
+    for x in jax.tree.leaves(state):
+        held: dict = {}
+        for shard in x.addressable_shards:
+            value = np.asarray(shard.data).tobytes()
+            assert held.setdefault(str(shard.index), value) == value
