@@ -188,6 +188,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--target", default="h100-sxm-80gb", help="the GPU (default h100-sxm-80gb)")
     plan.add_argument("--devices", type=int, help="GPUs in all (default: what the file says)")
     plan.add_argument("--hosts", type=int, help="machines they stand in (default: what the file says)")
+    plan.add_argument("--layout", action="store_true", help="only list which parameter lives where; compiles nothing")
     plan.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
     plan.add_argument("--hlo", metavar="FILE", help="write the compiled module, in the order of its schedule")
     plan.add_argument("--quick", action="store_true", help="estimate what advice would give, instead of compiling it")

@@ -17,9 +17,10 @@ from rich.table import Table
 
 from jzero.errors import JzeroError
 from jzero.plan.advice import helps, measured
-from jzero.plan.planner import plan
+from jzero.plan.planner import described, plan
 from jzero.plan.result import Report
 from jzero.plan.search import SKIPPED, Outcome, sweep
+from jzero.plan.table import layout_table
 from jzero.train.config import Config, load_config, to_yaml
 
 GIB = 2**30
@@ -29,13 +30,20 @@ def run(arguments: argparse.Namespace) -> None:
     """Plan, and print or write what was asked for.
 
     Args:
-        arguments: config, overrides, target, devices, hosts, json, hlo, quick, sweep, results, workers, write.
+        arguments: config, overrides, target, devices, hosts, layout, json, hlo, quick, sweep, results, workers, write.
     """
     with contextlib.suppress(RuntimeError):  # JAX is in use already: leave it
         if not jax.config.jax_platforms:  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")  # a GPU of this machine is not touched
     config = load_config(arguments.config, arguments.overrides)
-    if arguments.sweep:
+    if arguments.layout:
+        if other := next(
+            (name for name in ("sweep", "hlo", "quick", "write", "results", "workers") if getattr(arguments, name)),
+            None,
+        ):
+            raise JzeroError(f"plan: --layout compiles nothing, so --{other} cannot apply; leave one of them out")
+        _layout(arguments, config)
+    elif arguments.sweep:
         _sweep(arguments, config)
     elif arguments.write or arguments.results:
         raise JzeroError("plan: --write and --results belong to --sweep; add it")
@@ -56,6 +64,23 @@ def _plan(arguments: argparse.Namespace, config: Config) -> None:
     if arguments.json:
         _write(arguments.json, json.dumps(report.json(), indent=1) + "\n")
     _console().print(report)
+
+
+def _layout(arguments: argparse.Namespace, config: Config) -> None:
+    """Which parameter lives where."""
+    from jzero.train.placement import placements  # imports Flax
+
+    config, program, _ = described(config, arguments.target, arguments.devices, arguments.hosts)
+    rows = placements(program)
+    text = json.dumps([row._asdict() for row in rows], indent=1)
+    if arguments.json == "-":
+        print(text)
+        return
+    if arguments.json:
+        _write(arguments.json, text + "\n")
+    axes = " × ".join(f"{name} {size}" for name, size in config.mesh_shape.items() if size > 1) or "one device"
+    title = f"{config.exp_manager.name}, {config.policy}, {axes}: which parameter lives where"
+    _console().print(layout_table(rows, title))
 
 
 def _try_advice(arguments: argparse.Namespace, report: Report) -> Report:

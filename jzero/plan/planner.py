@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,6 +17,9 @@ from jzero.plan.compile import compile_step
 from jzero.plan.result import Report, make_report
 from jzero.train.config import Config, gpt_config
 from jzero.train.config_check import validate
+
+if TYPE_CHECKING:
+    from jzero.train.step import Program
 
 
 def report(
@@ -102,16 +105,7 @@ def plan(config: Config, target: str, devices: int | None = None, hosts: int | N
         >>> if available():
         ...     assert plan(config, "h100-sxm-80gb", 2).memory.fits
     """
-    targets.find(target)
-    config = on_devices(config, devices, hosts)
-    vocab_size = vocabulary(config)
-    config, notes = _attention(config, vocab_size)
-    from jzero.train.step import build_program  # imports Flax
-
-    gpus = targets.devices(target, config.num_devices, config.trainer.num_nodes)
-    sizes = config.mesh_shape
-    mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=gpus)
-    program = build_program(config, mesh, vocab_size)
+    config, program, notes = described(config, target, devices, hosts)
     compiled = compile_step(
         program.step,
         (program.abstract, program.abstract_batch()),
@@ -129,6 +123,32 @@ def plan(config: Config, target: str, devices: int | None = None, hosts: int | N
         notes=notes,
     )
     return dataclasses.replace(found, advice=advise_config(found, config, program.model.abstract))
+
+
+def described(
+    config: Config, target: str, devices: int | None = None, hosts: int | None = None
+) -> tuple[Config, Program, list[str]]:
+    """The training program of a configuration on described GPUs, not compiled.
+
+    Args:
+        config, target, devices, hosts: as for `plan`.
+
+    Returns:
+        The configuration as it would be compiled here, the program, and what the reader must know.
+
+    Raises:
+        JzeroError: as `plan`.
+    """
+    targets.find(target)
+    config = on_devices(config, devices, hosts)
+    vocab_size = vocabulary(config)
+    config, notes = _attention(config, vocab_size)
+    from jzero.train.step import build_program  # imports Flax
+
+    gpus = targets.devices(target, config.num_devices, config.trainer.num_nodes)
+    sizes = config.mesh_shape
+    mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=gpus)
+    return config, build_program(config, mesh, vocab_size), notes
 
 
 def on_devices(config: Config, devices: int | None, hosts: int | None) -> Config:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.plan.result import CollectiveUse, Report
+
+if TYPE_CHECKING:
+    from jzero.train.placement import Placement
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 HOW = {"formula": "by a formula, not compiled", "compiled": "compiled"}
@@ -28,6 +33,25 @@ def render(report: Report) -> RenderableType:
             parts.append(Text(f"    {' '.join(advice.overrides)}"))
         parts.append(Text(f"    {advice.effect} ({HOW[advice.how]})"))
     return Group(*parts)
+
+
+def layout_table(rows: Sequence[Placement], title: str) -> RenderableType:
+    """Which parameter lives where, and the sums."""
+    from jzero.train.placement import total, words  # imports Flax
+
+    columns = ("parameter", "shape", "type", "dimension/axes that split it", "size", "its state", "size of state")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column.startswith("size") else "left", overflow="fold")
+    for row in rows:
+        shape = " × ".join(map(str, row.shape))
+        state = "the same" if row.state_split == row.split else words(row.state_split)
+        table.add_row(row.path, shape, row.dtype, words(row.split), _size(row.bytes), state, _size(row.state_bytes))
+    count, parameters, states = total(rows)
+    sums = ("", "", _size(parameters), "", _size(states))
+    table.add_section()
+    table.add_row("a device holds", f"{count:,} in all", *sums, style="bold")
+    return table
 
 
 def _plain(*columns: str, title: str) -> Table:

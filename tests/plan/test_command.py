@@ -79,6 +79,28 @@ def test_a_plan_is_printed_and_written(config, tmp_path, capsys):
 
 @needs_compiler
 @pytest.mark.gpu_compiler
+def test_a_layout_is_listed_without_compiling(config, tmp_path, capsys, planned):
+    path = tmp_path / "layout.json"
+    changes = ["model.tensor_model_parallel_size=2", "model.optim.policy=gather_on_forward"]
+    assert main(["plan", config, "--layout", "--json", str(path), *changes]) == 0
+    assert not planned
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].rstrip() == "tiny, gather_on_forward, data 2 × tensor 2: which parameter lives where"
+    [token] = [line.split("  ") for line in lines if line.startswith("embedding/token")]
+    cells = [cell.strip() for cell in token if cell.strip()]
+    rows = {row["path"]: row for row in json.loads(path.read_text())}
+    numbers = rows["embedding/token"]["shape"][0] * 32 // 4
+    sizes = [f"{numbers * width / 2**10:.2f} KiB" for width in (2, 10)]  # bf16; remainder and two float32 moments
+    shape, split = f"{numbers // 8} × 32", "vocab/tensor, embed/data"
+    assert cells == ["embedding/token", shape, "bfloat16", split, sizes[0], "the same", sizes[1]]
+    assert lines[-1].startswith("a device holds")
+
+    assert main(["plan", config, "--layout", "--sweep"]) == 2
+    assert "--layout compiles nothing, so --sweep cannot apply" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.gpu_compiler
 def test_json_on_standard_output_is_all_there_is(config, planned, capsys):
     assert main(["plan", config, "--json", "-", "--quick"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["fits"] is True
