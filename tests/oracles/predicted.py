@@ -24,6 +24,13 @@ the layer's last sum is not needed again. Once per micro-batch: the embedding is
 begins as a layer does (and keeps what it gathered), and the losses need 3 all-reduces of [B, T]: the largest logit, the
 sum of the exponentials and the label's own logit. With sequence_parallel, gradients of what is not split over tensor
 are all-reduced over it, once a step, as shards. Squares of the split leaves' gradients take one scalar all-reduce.
+
+With S pipeline stages of V chunks, l = L / (S V) layers each, the program's text has, of every tick, a forward and a
+backward pass (a stage runs M V of each, in M V + S V + S - 2 ticks). So what there is per micro-batch and layer comes
+l times a tick, what there is per micro-batch once a tick (with shards outside of the layers twice: head and embedding),
+and all else for the L / S layers of a stage. `gather_twice` gathers every leaf twice, also those that XLA then drops,
+as it drops the embedding's sum that stands once more in its backward pass. Over the pipeline axis two activations are
+sent per tick; gradients' shards of what is outside of the layers are all-reduced once, as are loss and norm.
 """
 
 from __future__ import annotations
@@ -53,7 +60,8 @@ def step_collectives(prog) -> collections.Counter[Collective]:
     data = mesh.shape["data"] if zero else 1
     batch_axes = tuple(name for name in ("replica", "data") if mesh.shape[name] > 1)
     policy, count = config.policy, config.num_micro_batches
-    scatters = count if config.model.grad_accumulation == "sharded" else 1
+    sharded, stages = config.model.grad_accumulation == "sharded", mesh.shape["pipeline"]
+    ticks, per_chunk = pipeline_shape(config)
     found: collections.Counter[Collective] = collections.Counter()
 
     def add(times, kind, axes, dtype, elements):
@@ -61,16 +69,23 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             found[Collective(kind, axes, dtype, elements * (2 if dtype == "bf16" else 4))] += times
 
     for path, leaf in leaves(prog.model.abstract):
-        layers = leaf.shape[0] if path[0] == "blocks" else 1
+        block = path[0] == "blocks"
+        layers = leaf.shape[0] // stages if block else 1
+        whole = math.prod(leaf.shape) // (leaf.shape[0] if block else 1)
+        scatters = layers * (count if sharded else 1)
+        if sharded and stages > 1:
+            scatters = ticks * (per_chunk if block else 2)
         split = "/".join(path).endswith(SPLIT)
-        size = math.prod(leaf.shape) // layers // (mesh.shape["tensor"] if split else 1)
+        size = whole // (mesh.shape["tensor"] if split else 1)
         padded = math.ceil(size / data) * data
         dtype = "bf16" if leaf.dtype == "bfloat16" else "f32"
         reduced = ("data",) if zero else ()
-        add(layers * scatters, "reduce-scatter", reduced, "f32", padded)
-        add(layers * scatters, "all-reduce", ("replica",) if zero else batch_axes, "f32", padded // data)
+        add(scatters, "reduce-scatter", reduced, "f32", padded)
+        add(scatters, "all-reduce", ("replica",) if zero else batch_axes, "f32", padded // data)
         if config.model.sequence_parallel and not split:
             add(1, "all-reduce", ("tensor",), "f32", padded // data * layers)
+        if stages > 1 and not block:
+            add(1, "all-reduce", ("pipeline",), "f32", padded // data)
         if not zero:
             continue
         if policy == "replicated":
@@ -80,23 +95,47 @@ def step_collectives(prog) -> collections.Counter[Collective]:
                 path[1:] == ("attention", "out", "bias") and config.model.activations_checkpoint_granularity != "full"
             )
             again = 0 if unread else layers - 1
-            twice = policy == "gather_twice" and path[0] == "blocks"
-            add((layers + again) * count if twice else layers, "all-gather", reduced, dtype, padded)
+            twice = (layers + again) * count if stages == 1 else 2 * per_chunk * ticks
+            times = twice if policy == "gather_twice" and block else layers
+            add(times, "all-gather", reduced, dtype, padded)
     add(1, "all-reduce", batch_axes, "f32", 3)
-    found += tensor_collectives(prog)
+    return found + tensor_collectives(prog) + pipeline_collectives(prog)
+
+
+def pipeline_shape(config) -> tuple[int, int]:
+    """Ticks of a step, and layers of a chunk; without stages, micro-batches and layers."""
+    m, count = config.model, config.num_micro_batches
+    stages, chunks = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+    return count * chunks + (stages > 1) * (stages * chunks + stages - 2), m.num_layers // (stages * chunks)
+
+
+def pipeline_collectives(prog) -> collections.Counter[Collective]:
+    """Activations and cotangents sent between stages, the loss, and the norm of what both axes split."""
+    m, found = prog.config.model, collections.Counter()
+    if m.pipeline_model_parallel_size == 1:
+        return found
+    ticks, _ = pipeline_shape(prog.config)
+    dtype, width = ("bf16", 2) if prog.config.trainer.precision == "bf16" else ("f32", 4)
+    positions = m.encoder_seq_length // (m.tensor_model_parallel_size if m.sequence_parallel else 1)
+    size = m.micro_batch_size * positions * m.hidden_size * width
+    found[Collective("collective-permute", ("pipeline",), dtype, size)] = 2 * ticks
+    found[Collective("all-reduce", ("pipeline",), "f32", 4)] = 2
+    if m.tensor_model_parallel_size > 1:
+        found[Collective("all-reduce", ("pipeline", "tensor"), "f32", 4)] = 1
     return found
 
 
 def tensor_collectives(prog) -> collections.Counter[Collective]:
     """Those of activations, losses and the norm over the tensor axis."""
-    m, count, found = prog.config.model, prog.config.num_micro_batches, collections.Counter()
+    m, found = prog.config.model, collections.Counter()
     if m.tensor_model_parallel_size == 1:
         return found
     tokens = m.micro_batch_size * m.encoder_seq_length
     dtype = "bf16" if prog.config.trainer.precision == "bf16" else "f32"
     size = tokens * m.hidden_size * (2 if dtype == "bf16" else 4)
-    layers, recomputed = m.num_layers * count, m.activations_checkpoint_granularity == "full"
-    sums = layers * (5 if recomputed else 4) + 2 * count
+    count, per_chunk = pipeline_shape(prog.config)
+    layers, recomputed = per_chunk * count, m.activations_checkpoint_granularity == "full"
+    sums = layers * (5 if recomputed else 4) + (2 if m.pipeline_model_parallel_size == 1 else 3) * count
     if m.sequence_parallel:
         found[Collective("all-gather", ("tensor",), dtype, size)] = layers * 6 + 2 * count
         found[Collective("reduce-scatter", ("tensor",), dtype, size)] = sums

@@ -1,7 +1,8 @@
 """Every collective of a lowered program: kind, mesh axes, dtype, bytes on one device, and how often it runs.
 
 Reads the StableHLO that JAX hands to XLA, before any pass of a backend: loops are `while` operations whose condition
-compares a counter with a constant, and their bodies may call functions.
+compares a counter with a constant, and their bodies may call functions. A loop whose condition compares nothing is one
+that a flag lets run once or never (`jzero.parallel.pipeline.when`): it counts as once.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def _visit(op, times, functions, mesh, found):
 
 
 def _trip_count(op) -> int:
-    """The constant that the loop's counter, which starts at 0, is compared with."""
+    """The constant that the loop's counter, which starts at 0, is compared with; 1 where nothing is compared."""
     condition = op.regions[0].blocks[0]
+    if not any(inner.operation.name == "stablehlo.compare" for inner in condition.operations):
+        return 1
     for inner in condition.operations:
         if inner.operation.name == "stablehlo.compare":
             for operand in inner.operands:

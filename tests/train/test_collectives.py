@@ -13,6 +13,7 @@ from jzero.plan import targets
 from jzero.train.step import build_program
 
 TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 LAYOUTS = [
     config(8),
     config(8, "gather_on_forward"),
@@ -36,6 +37,11 @@ LAYOUTS = [
     config(8, "gather_on_forward", **TENSOR, sequence_parallel=True, replica_parallel_size=2),
     config(8, "replicated", 2, **TENSOR, sequence_parallel=True, grad_accumulation="sharded"),
     config(8, **TENSOR, sequence_parallel=True, optim={"name": "fused_adam"}),
+    config(4, "replicated", 2, **PIPELINE),
+    config(8, "gather_on_forward", 2, **PIPELINE, **TENSOR, sequence_parallel=True),
+    config(8, "replicated", 2, **PIPELINE, **TENSOR, activations_checkpoint_granularity="full"),
+    config(4, "gather_twice", 4, **PIPELINE, virtual_pipeline_model_parallel_size=2, precision="bf16"),
+    config(8, "gather_on_forward", 4, **PIPELINE, replica_parallel_size=2, grad_accumulation="sharded"),
 ]
 
 
@@ -43,8 +49,9 @@ def name(conf):
     model = conf.model
     accumulation = f"{conf.num_micro_batches} {model.grad_accumulation}"
     tensor = f"tensor{model.tensor_model_parallel_size}{'-sequence' * model.sequence_parallel}"
+    pipeline = f"pipeline{model.pipeline_model_parallel_size}x{model.virtual_pipeline_model_parallel_size or 1}"
     return (
-        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}"
+        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}-{pipeline}"
         f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}"
     )
 

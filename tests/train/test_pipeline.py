@@ -1,12 +1,13 @@
 """Every layout with a pipeline trains the model of one device: same loss, gradients, parameters."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from programs import assert_same_training, batch, config, program, ten_steps
+from programs import assert_same_training, batch, config, program, ten_steps, train
 
 VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
 MODELS = {
@@ -110,3 +111,41 @@ def test_each_stage_holds_its_layers_alone():
         assert (layers.start or 0) == stage(shard.device)
         assert shard.data.shape[:2] == (2, 1)
     assert len(jax.tree.leaves(prog.abstract.params)) == len(jax.tree.leaves(prog.model.abstract))
+
+
+def test_memory_does_not_grow_with_micro_batches():
+    def temporaries(samples):
+        conf = Row(2, 1, 2, 2, "replicated", None, micro_batches=4).config()
+        model = dataclasses.replace(conf.model, micro_batch_size=1, global_batch_size=samples, hidden_size=96)
+        prog = program(dataclasses.replace(conf, model=model), VOCABULARY)
+        compiled = prog.step.lower(prog.abstract, prog.abstract_batch()).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, prog.config.num_micro_batches
+
+    (few, eight), (many, sixty_four) = temporaries(16), temporaries(128)
+    assert (eight, sixty_four) == (8, 64)
+    assert abs(many - few) < 0.01 * few  # what there is: a weight per token, a number per sample, the timetable
+
+
+LOW = {
+    "scaled": ({"exp_avg_dtype": "scaled_fp8", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
+    "random": (
+        {"master": "none", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+        1e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", LOW)
+def test_low_precision_follows_fp32_and_stages_keep_alike_what_they_share(mode):
+    optim, rtol = LOW[mode]
+    conf = Row(2, 1, 2, 2, "gather_on_forward", None).config()
+    model = dataclasses.replace(conf.model, optim=dataclasses.replace(conf.model.optim, **optim))
+    conf = dataclasses.replace(conf, model=model, trainer=dataclasses.replace(conf.trainer, precision="bf16"))
+    prog = program(conf, VOCABULARY)
+    state, rows = train(prog, 10)
+    np.testing.assert_allclose(rows[:, 0], one_device("gpt2")[0][:, 0], rtol=rtol)
+    for x in jax.tree.leaves(state):
+        held: dict = {}
+        for shard in x.addressable_shards:
+            value = np.asarray(shard.data).tobytes()
+            assert held.setdefault(str(shard.index), value) == value
