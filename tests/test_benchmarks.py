@@ -138,6 +138,43 @@ def test_plans_are_read_for_what_is_exposed(tmp_path):
     assert f"{row['step_ms']:.1f}" in output
 
 
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_layouts_have_the_losses_and_save_the_memory_that_they_should(tmp_path):
+    script, small = str(ROOT / "benchmarks" / "layouts.py"), ["model.num_layers=2", "model.hidden_size=32"]
+    planned = "gpt_tiny" if available() else "none"
+    arguments = [
+        "--layouts",
+        "d2p2",
+        "--precisions",
+        "bf16",
+        "--rounds",
+        "2",
+        "--planned",
+        planned,
+        "--json",
+        "out.json",
+    ]
+    output = python(tmp_path, script, *arguments, "--overrides", *small)
+    result = json.loads((tmp_path / "out.json").read_text())
+    off, on = result["rows"]
+    assert (off["zero"], on["zero"], on["data"], on["pipeline"]) == (False, True, 2, 2)
+    assert on["parameters_mib"] == off["parameters_mib"]
+    assert on["state_mib"] < off["state_mib"] < off["needed_mib"]
+    [pair] = result["pairs"]
+    assert pair["largest_loss_difference"] <= 1e-3
+    assert pair["saved_mib"] == pytest.approx(pair["expected_mib"], rel=1e-3)
+    assert min(pair["speed_on_of_off"], on["steps_per_s"]) > 0
+    assert f"{on['val_loss']:.4f}" in output
+    if available():
+        without, with_zero = result["planned"]
+        assert without["state"] - with_zero["state"] == with_zero["saved"]
+        assert with_zero["saved"] == pytest.approx(with_zero["expected"], rel=1e-3)
+    assert "expected something like d2t2p2v2" in python(tmp_path, script, "--layouts", "2x2", rc=2)
+
+
 # --- optimizer and precision -----------------------------------------------------------------------------------------
 
 
