@@ -102,7 +102,9 @@ class Side:
     def __init__(self, config: Config, batch: dict[str, Any]):
         devices = jax.devices()[: config.num_devices]
         vocabulary = config_tokenizer(config).vocab_size
-        self.program: Program = build_program(config, make_mesh(**config.mesh_shape, devices=devices), vocabulary)
+        sizes = config.mesh_shape
+        mesh = make_mesh(sizes["data"], sizes["tensor"], sizes["pipeline"], sizes["replica"], devices=devices)
+        self.program: Program = build_program(config, mesh, vocabulary)
         self.state = self.program.init()
         self.step = self.program.step.lower(self.state, self.program.place(batch)).compile()
         self.times: list[float] = []
@@ -147,6 +149,8 @@ def measure(devices: int, changes: list[str], rounds: int) -> tuple[list[dict[st
     }
     config = configs[True]
     data = build_datasets(config, config_tokenizer(config))
+    if data["train"] is None or data["validation"] is None:
+        raise JzeroError("model.data: expected documents for training and validation, found none; see splits_string")
     train = batches(data["train"], batch_size=config.model.global_batch_size)
     held_out = take(data["validation"], config.model.global_batch_size, 4)
     try:
