@@ -63,7 +63,7 @@ def accumulate_gradients(
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
         outer = layout.scatter_outer(layout.in_order(layers, outer), layers)
     outer, layers = layout.complete((outer, layers))
-    loss, outer = layout.pipeline.sum((sums.loss, layout.in_order(layers, outer)))
+    loss, outer = layout.pipeline.sum(layout.in_order(layers, (sums.loss, outer)))
     return loss, (outer, layout.as_stored(layers))
 
 

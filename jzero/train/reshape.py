@@ -49,12 +49,14 @@ def parameter_of(name: str, leaves: Leaves) -> Leaf | None:
 def orders(leaves: Leaves) -> dict[str, str]:
     """How the numbers of a state lie where that depends on the mesh but may not show in its shape: by parameter.
 
-    That is where other axes than data split a parameter that is flattened besides. Such a state is at home on its mesh.
+    That is where other axes than data split a layer's parameter that is flattened besides. Such a state is at home on
+    its mesh. (Axes that split the stack of layers change no order.)
     """
+    parts = lambda leaf: math.prod(leaf.others[leaf.stacked :])
     return {
-        name: f"flattened over data {leaf.ranks} inside of {math.prod(leaf.others)} parts"
+        name: f"flattened over data {leaf.ranks} inside of {parts(leaf)} parts"
         for name, leaf in leaves.items()
-        if leaf.split is None and math.prod(leaf.others) > 1
+        if leaf.split is None and parts(leaf) > 1
     }
 
 

@@ -151,7 +151,10 @@ def test_a_quick_plan_estimates_what_advice_gives(config, planned, capsys):
         (["--devices", "4", "--hosts", "3"], "devices 4: expected a multiple of the 3 hosts"),
         (["trainer.devices=-1"], "trainer.devices is -1, all that there are; say how many with --devices"),
         (["model.nmu_layers=2"], "model.num_layers"),
-        (["model.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size: 2 is not supported by this version"),
+        (
+            ["model.pipeline_model_parallel_size=2"],
+            "model.num_layers: 1 is not divisible by model.pipeline_model_parallel_size 2",
+        ),
         (["--write", "best.yaml"], "--write and --results belong to --sweep"),
         (["--json", "/no/such/folder/plan.json"], "/no/such/folder/plan.json: expected a file that can be written"),
     ],

@@ -55,16 +55,19 @@ class Row(NamedTuple):
 
 LAYOUTS = [
     Row(1, 1, 2, None, "replicated", "full"),
-    Row(2, 1, 2, None, "replicated", None, "gpt2, dropout"),
     Row(2, 2, 2, None, "gather_on_forward", "selective", "gpt2, dropout", sequence=True),
     Row(2, 1, 4, None, "gather_twice", None, "llama"),
     Row(2, 1, 2, 2, "replicated", "selective"),
+    Row(2, 1, 2, 2, "gather_twice", "full", "gpt2, dropout", "sharded"),
+]
+MORE_LAYOUTS = [
+    Row(2, 1, 2, None, "replicated", None, "gpt2, dropout"),
     Row(1, 2, 2, 2, "gather_on_forward", "full", "gpt2, dropout"),
     Row(2, 1, 2, None, "gather_on_forward", None, "llama", "sharded", replica=2),
-    Row(2, 1, 2, 2, "gather_twice", "full", "gpt2, dropout", "sharded"),
     Row(2, 2, 2, None, "replicated", "full", "llama", sequence=True, optimizer="fused_adam"),
     Row(1, 1, 4, None, "replicated", "selective", "gpt2, dropout", micro_batches=2),
     Row(1, 2, 4, None, "gather_twice", "selective", "llama", sequence=True),
+    Row(1, 2, 2, 2, "replicated", None, "llama", "sharded", sequence=True, replica=2),
 ]
 
 
@@ -73,7 +76,11 @@ def one_device(model):
     return ten_steps(Row(1, 1, 1, None, "replicated", None, model, micro_batches=1).config(), VOCABULARY)
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row",
+    [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in MORE_LAYOUTS)],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_a_pipeline_trains_the_model_of_one_device(row):
     assert_same_training(ten_steps(row.config(), VOCABULARY), one_device(row.model))
 

@@ -12,7 +12,7 @@ import jzero
 from jzero import JzeroError, make_mesh
 from jzero.optim.partition import make_plan
 from jzero.train.checkpoint import Checkpoints, load_params
-from jzero.train.reshape import _scaled_part, is_form
+from jzero.train.reshape import _scaled_part, is_form, orders, parameters
 
 SHAPES = {"blocks": {"w": (2, 5, 7), "v": (3, 7)}, "b": (7,), "even": (12, 5), "one": ()}
 
@@ -222,3 +222,17 @@ def test_a_state_that_lies_in_the_order_of_its_mesh_stays_on_it(tmp_path):
         with pytest.raises(JzeroError, match="b is flattened over data 4 inside of 2 parts, expected"):
             checkpoints.restore(abstract)
         checkpoints.close()
+
+
+def test_stages_do_not_change_the_order_of_a_flattened_layer():
+    mesh = make_mesh(pipeline=2, data=2, devices=jax.devices()[:4])
+    shape = jax.ShapeDtypeStruct((2, 2, 7), jnp.float32)  # two chunks per stage
+    spec = jax.sharding.PartitionSpec(None, "pipeline")
+    plan = make_plan({"b": shape}, mesh, axis="data", param_specs={"b": spec}, stacked=lambda path: 2)
+    (leaf,) = plan.leaves
+    assert leaf.split is None
+    assert orders(parameters(plan)) == {}
+    for form in ((4, 7), (4, 8), (2, 2, 8), (4, 12)):
+        assert is_form(form, leaf)
+    assert not is_form((5, 7), leaf)
+    assert not is_form((4, 6), leaf)
