@@ -11,7 +11,7 @@ Learning, arXiv 2209.05433; the formula of the scale is Transformer Engine's (`D
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from jax import Array
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 E5M2 = jnp.dtype(jnp.float8_e5m2)
+
+
+class Quantised(NamedTuple):
+    """An array stored as FP8; it is worth `value / scale`."""
+
+    value: Any  # E4M3 or E5M2
+    scale: Any  # float32, [] or broadcastable to `value`
+
 
 LARGEST_SCALE = 2.0**126
 """Scales are not larger, so that their inverse is a normal float32 (GPUs flush the others to zero)."""
@@ -37,9 +45,9 @@ def largest(dtype: Any) -> float:
 def cast(x: Array, dtype: Any) -> Array:
     """`x` in E4M3 or E5M2: to the nearest value, ties to even; beyond the largest, the largest.
 
-    Infinities become ±largest too, as by the GPU's own instruction (`cvt.rn.satfinite`); NaN stays NaN, and zero keeps its
-    sign. The value is rounded in float32 before the dtype changes: what the GPU compiler could remove, a cast down and up
-    again, then changes nothing.
+    Infinities become ±largest too, as by the GPU's own instruction (`cvt.rn.satfinite`); NaN stays NaN; zero keeps its
+    sign. The value is rounded in float32 before the dtype changes, so that nothing is lost where the GPU compiler removes
+    a cast down and up again.
 
     Args:
         x: floating, any shape; computed in float32.

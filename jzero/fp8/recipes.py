@@ -7,7 +7,7 @@
 | `BlockScaling` | amax of each 32 elements along the contraction (MX) | read once; GPUs since Blackwell |
 
 Names and defaults are those of Transformer Engine's recipes and of NeMo's `model.fp8_*`. Scales and amaxes of many
-tensors are one array [..., 3], the last dimension being the three operands of a layer's product: input, weight, gradient.
+tensors are one array [..., 3]; the last dimension is the three operands of a layer's products: input, weight, gradient.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def init(recipe: DelayedScaling, shape: tuple[int, ...], amax: Any = None, limit
 def update(recipe: DelayedScaling, state: DelayedState, amax: Array, limits: Any = None) -> DelayedState:
     """The state after a step, from the amaxes that the step saw.
 
-    The scale of the next step is limit / max(history) / 2^margin (or of the last amax). An amax of 0 is recorded like any
-    other. One that is not finite is not: it leaves the scale as it is, and 0 in the history, so that later steps recover.
+    The scale of the next step is limit / max(history) / 2^margin (or of the last amax). An amax of 0 is recorded like
+    any other. One that is not finite leaves the scale as it is, and 0 in the history, so that later steps recover.
 
     Args:
         recipe: how.

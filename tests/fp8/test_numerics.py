@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import fp8 as oracle
 
 from jzero.fp8 import numerics
-from oracles import fp8 as oracle
 
 NAMES = list(oracle.FORMATS)
 cast = jax.jit(numerics.cast, static_argnums=1)

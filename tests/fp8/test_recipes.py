@@ -28,22 +28,22 @@ def run(recipe, amaxes, limits=np.float32(448)):
 
 
 BY_HAND = {  # 448 / amax / 2^margin
-    "history as long as the run": (dict(amax_history_len=4), [7, 3.5, 14, 7], [64, 64, 32, 32]),
-    "history longer than the run": (dict(amax_history_len=1024), [7, 3.5, 14, 7], [64, 64, 32, 32]),
-    "history shorter than the run": (dict(amax_history_len=2), [14, 7, 3.5, 3.5, 28, 7, 7], [32, 32, 64, 128, 16, 16, 64]),
-    "history of one step": (dict(amax_history_len=1), [14, 7, 3.5], [32, 64, 128]),
-    "most recent": (dict(amax_compute_algo="most_recent"), [14, 7, 28, 3.5], [32, 64, 16, 128]),
-    "margin": (dict(amax_history_len=2, margin=3), [7, 3.5, 3.5], [8, 8, 16]),
-    "interval": (dict(amax_history_len=8, interval=3), [3.5, 7, 14, 7, 28, 3.5, 1], [128, 128, 128, 32, 32, 32, 16]),
-    "interval, history shorter": (dict(amax_history_len=2, interval=3), [7, 56, 1.75, 3.5, 1], [64, 64, 64, 128, 128]),
-    "interval, most recent": (dict(interval=2, amax_compute_algo="most_recent"), [7, 14, 28, 3.5, 1.75], [64, 64, 16, 16, 256]),
-    "zero at first": (dict(amax_history_len=4), [0, 0, 7], [1, 1, 64]),
-    "zero later": (dict(amax_history_len=2), [7, 0, 0, 3.5], [64, 64, 64, 128]),
-    "zero, most recent": (dict(amax_compute_algo="most_recent"), [7, 0, 14], [64, 64, 32]),
-    "infinite": (dict(amax_history_len=2), [7, INF, 3.5, 3.5], [64, 64, 128, 128]),
-    "not a number": (dict(amax_history_len=3), [7, NAN, 3.5, NAN, 1.75], [64, 64, 64, 64, 128]),
-    "not a number, most recent": (dict(amax_compute_algo="most_recent"), [7, NAN, 14], [64, 64, 32]),
-    "power of two": (dict(power_of_two=True, amax_history_len=1), [7, 5, 6.9, 7.1], [64, 64, 64, 32]),
+    "history as long as the run": ({"amax_history_len": 4}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
+    "history longer than the run": ({"amax_history_len": 1024}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
+    "history shorter than the run": ({"amax_history_len": 2}, [14, 7, 3.5, 3.5, 28, 7, 7], [32, 32, 64, 128, 16, 16, 64]),
+    "history of one step": ({"amax_history_len": 1}, [14, 7, 3.5], [32, 64, 128]),
+    "most recent": ({"amax_compute_algo": "most_recent"}, [14, 7, 28, 3.5], [32, 64, 16, 128]),
+    "margin": ({"amax_history_len": 2, "margin": 3}, [7, 3.5, 3.5], [8, 8, 16]),
+    "interval": ({"amax_history_len": 8, "interval": 3}, [3.5, 7, 14, 7, 28, 3.5, 1], [128, 128, 128, 32, 32, 32, 16]),
+    "interval, history shorter": ({"amax_history_len": 2, "interval": 3}, [7, 56, 1.75, 3.5, 1], [64, 64, 64, 128, 128]),
+    "interval, most recent": ({"interval": 2, "amax_compute_algo": "most_recent"}, [7, 14, 28, 3.5, 1.75], [64, 64, 16, 16, 256]),
+    "zero at first": ({"amax_history_len": 4}, [0, 0, 7], [1, 1, 64]),
+    "zero later": ({"amax_history_len": 2}, [7, 0, 0, 3.5], [64, 64, 64, 128]),
+    "zero, most recent": ({"amax_compute_algo": "most_recent"}, [7, 0, 14], [64, 64, 32]),
+    "infinite": ({"amax_history_len": 2}, [7, INF, 3.5, 3.5], [64, 64, 128, 128]),
+    "not a number": ({"amax_history_len": 3}, [7, NAN, 3.5, NAN, 1.75], [64, 64, 64, 64, 128]),
+    "not a number, most recent": ({"amax_compute_algo": "most_recent"}, [7, NAN, 14], [64, 64, 32]),
+    "power of two": ({"power_of_two": True, "amax_history_len": 1}, [7, 5, 6.9, 7.1], [64, 64, 64, 32]),
 }  # fmt: skip
 
 
@@ -106,7 +106,10 @@ WRONG = [
     (lambda: DelayedScaling(margin=-1), "margin: expected a whole number from 0, found -1"),
     (lambda: DelayedScaling(interval=0), "interval: expected a whole number from 1, found 0"),
     (lambda: DelayedScaling(amax_history_len=1.5), "amax_history_len: expected a whole number from 1, found 1.5"),
-    (lambda: DelayedScaling(amax_compute_algo="min"), "amax_compute_algo: expected one of max, most_recent, found 'min'"),
+    (
+        lambda: DelayedScaling(amax_compute_algo="min"),
+        "amax_compute_algo: expected one of max, most_recent, found 'min'",
+    ),
 ]
 
 
