@@ -1,8 +1,8 @@
 """MXFP8: blocks of 32 elements along the contraction, each with a power of two as its scale.
 
-An element is worth `value * scale`, scale in E8M0 (float8_e8m0fnu: 8 bits of exponent). Source: OCP Microscaling Formats
-(MX) 1.0. It rounds the scale down, so that the largest elements may saturate; here it is rounded up, so that none does,
-as in Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv 2506.08027.
+An element is worth `value * scale`, scale in E8M0 (float8_e8m0fnu: 8 bits of exponent). Source: OCP Microscaling
+Formats (MX) 1.0. It rounds the scale down, so that the largest elements may saturate; here it is rounded up, so that
+none does, as in Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv 2506.08027.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Blocks(NamedTuple):
 def quantise(x: Array, dtype: Any) -> Blocks:
     """Each 32 elements of a row, cast after a division by their own scale, 2^ceil(log2(amax / largest)).
 
-    No scale is below 2⁻¹²⁶, the smallest that float32 keeps on GPUs. The scale of a block whose amax is not finite is NaN.
+    No scale is below 2⁻¹²⁶, the smallest that float32 keeps on GPUs; that of a block with an element that is not finite
+    is NaN.
 
     Args:
         x: floating [rows, K]; K a multiple of 32.

@@ -101,10 +101,10 @@ def dot(
         JzeroError: shapes that do not fit; scales that are missing or no float32 [3]; `shared` with another recipe.
 
     Example:
-        >>> x, w, scales = jnp.ones((2, 4)), jnp.full((4, 3), 0.5), jnp.float32([100, 100, 100])
+        >>> x, w, scales = jnp.ones((2, 4)), jnp.full((4, 3), 0.5), jnp.float32([64, 64, 1024])
         >>> f = lambda x, w, scales: dot(x, w, scales, recipe=DelayedScaling()).sum()
         >>> f(x, w, scales)
-        Array(11.52, dtype=float32)
+        Array(12., dtype=float32)
         >>> jax.grad(f, argnums=2)(x, w, scales)
         Array([1. , 0.5, 1. ], dtype=float32)
     """
@@ -157,8 +157,8 @@ def _dot_forward(options: Options, x: Array, w: Weight, scales: Array | None) ->
     missing = () if scales is None else tuple(sorted(_varying(x) - _varying(scales)))
     if missing:
         raise JzeroError(
-            f"fp8.dot: expected scales that vary over {missing}, found the same on all ranks, whose amaxes autodiff would "
-            f"sum; mark them by jax.lax.pcast(scales, {missing}, to='varying'), then take the pmax"
+            f"fp8.dot: expected scales that vary over {missing}, found the same on every rank, whose amaxes autodiff "
+            f"would sum; mark them by jax.lax.pcast(scales, {missing}, to='varying'), then take the pmax"
         )
     y, residuals = forward(x, w, scales, options)
     return y, (residuals, scales, w.scale if isinstance(w, Quantised) else None)

@@ -46,8 +46,8 @@ def cast(x: Array, dtype: Any) -> Array:
     """`x` in E4M3 or E5M2: to the nearest value, ties to even; beyond the largest, the largest.
 
     Infinities become ±largest too, as by the GPU's own instruction (`cvt.rn.satfinite`); NaN stays NaN; zero keeps its
-    sign. The value is rounded in float32 before the dtype changes, so that nothing is lost where the GPU compiler removes
-    a cast down and up again.
+    sign. The value is rounded in float32 before the dtype changes, so that nothing changes where the GPU compiler
+    removes a cast down and up again.
 
     Args:
         x: floating, any shape; computed in float32.
@@ -118,7 +118,7 @@ def quantise(x: Array, scale: Array, dtype: Any) -> Array:
 
     Example:
         >>> quantise(jnp.bfloat16([1, 2]), jnp.float32(100), E4M3)
-        Array([96, 208], dtype=float8_e4m3fn)
+        Array([96, 192], dtype=float8_e4m3fn)
     """
     return cast(x.astype(jnp.float32) * scale, dtype)
 

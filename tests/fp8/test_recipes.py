@@ -16,7 +16,7 @@ from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling
 INF, NAN = float("inf"), float("nan")
 
 
-def run(recipe, amaxes, limits=np.float32(448)):
+def run(recipe, amaxes, limits=448.0):
     """The scale after each of a sequence of amaxes of one tensor."""
     state = recipes.init(recipe, (), limits=limits)
     step = jax.jit(functools.partial(recipes.update, recipe, limits=limits))
@@ -28,15 +28,15 @@ def run(recipe, amaxes, limits=np.float32(448)):
 
 
 BY_HAND = {  # 448 / amax / 2^margin
-    "history as long as the run": ({"amax_history_len": 4}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
-    "history longer than the run": ({"amax_history_len": 1024}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
-    "history shorter than the run": ({"amax_history_len": 2}, [14, 7, 3.5, 3.5, 28, 7, 7], [32, 32, 64, 128, 16, 16, 64]),
+    "history as long": ({"amax_history_len": 4}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
+    "history longer": ({"amax_history_len": 1024}, [7, 3.5, 14, 7], [64, 64, 32, 32]),
+    "history shorter": ({"amax_history_len": 2}, [14, 7, 3.5, 3.5, 28, 7, 7], [32, 32, 64, 128, 16, 16, 64]),
     "history of one step": ({"amax_history_len": 1}, [14, 7, 3.5], [32, 64, 128]),
     "most recent": ({"amax_compute_algo": "most_recent"}, [14, 7, 28, 3.5], [32, 64, 16, 128]),
     "margin": ({"amax_history_len": 2, "margin": 3}, [7, 3.5, 3.5], [8, 8, 16]),
     "interval": ({"amax_history_len": 8, "interval": 3}, [3.5, 7, 14, 7, 28, 3.5, 1], [128, 128, 128, 32, 32, 32, 16]),
-    "interval, history shorter": ({"amax_history_len": 2, "interval": 3}, [7, 56, 1.75, 3.5, 1], [64, 64, 64, 128, 128]),
-    "interval, most recent": ({"interval": 2, "amax_compute_algo": "most_recent"}, [7, 14, 28, 3.5, 1.75], [64, 64, 16, 16, 256]),
+    "interval and history": ({"amax_history_len": 2, "interval": 3}, [7, 56, 1.75, 3.5, 1], [64, 64, 64, 128, 128]),
+    "newest, interval": ({"amax_compute_algo": "most_recent", "interval": 2}, [7, 14, 28, 7, 1], [64, 64, 16, 16, 448]),
     "zero at first": ({"amax_history_len": 4}, [0, 0, 7], [1, 1, 64]),
     "zero later": ({"amax_history_len": 2}, [7, 0, 0, 3.5], [64, 64, 64, 128]),
     "zero, most recent": ({"amax_compute_algo": "most_recent"}, [7, 0, 14], [64, 64, 32]),
