@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jzero.errors import JzeroError
 from jzero.fp8 import blocks
-from jzero.fp8.numerics import Quantised, amax, quantise
+from jzero.fp8.numerics import Quantised, amax, losses, quantise
 from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 Weight = Array | Quantised
@@ -55,12 +55,14 @@ class Options:
         contract: number of contracted dimensions: the last of x, the first of w.
         shared: for current scaling in a manual region.
         dtypes: of x (and the result and dx) and of dw.
+        count: also count what the casts saturate and flush.
     """
 
     recipe: Recipe
     contract: int
     shared: Shared
     dtypes: tuple[Any, Any]
+    count: bool = False
 
 
 class Residuals(NamedTuple):
@@ -70,6 +72,7 @@ class Residuals(NamedTuple):
     w: Any  # E4M3 [I..., O...]; block scaling: as given
     scales: Array  # float32 [3]: of x and w as they were cast; of the gradient as it was given
     amax: Array  # float32 [2]: of x and w; 0 for a weight that came quantised
+    shares: Array | None = None  # float32 [2, 2]: of x and w
 
 
 def dot(
@@ -80,6 +83,7 @@ def dot(
     recipe: Recipe,
     contract: int = 1,
     shared: Shared | None = None,
+    shares: Array | None = None,
 ) -> Array:
     """`jnp.tensordot(x, w, contract)` in FP8.
 
@@ -88,17 +92,19 @@ def dot(
         w: floating [I..., O...]; or `Quantised`, an FP8 parameter, whose gradient has the dtype of x.
         scales: float32 [3], what x, w and dy are multiplied by before the cast; one array per call. `DelayedScaling`
             uses them; for other recipes they only carry amaxes out, and may be None.
-        recipe: how scales are chosen.
+        recipe: how scales are chosen. With `power_of_two` the scales, and a `Quantised` weight's, have to be such.
         contract: number of contracted dimensions.
         shared: mesh axes along which an operand is cut, so that all ranks find the scale of the whole; `CurrentScaling`
             in a manual region only. (`DelayedScaling`: reduce the amaxes before `recipes.update`.)
+        shares: float32 [3, 2], of any values: its cotangent is the shares of x, w and dy that the cast saturates, and
+            that it flushes to zero (0 for a `Quantised` weight). Costs reductions of each. None: not counted.
 
     Returns:
         [M..., O...] in the dtype of x. Under differentiation dx has the dtype of x, dw that of w, and the cotangent of
         `scales` is float32 [3], the largest magnitudes of x, w and dy.
 
     Raises:
-        JzeroError: shapes that do not fit; scales that are missing or no float32 [3]; `shared` with another recipe.
+        JzeroError: shapes that do not fit; scales that are missing or no float32 [3]; what does not go with the recipe.
 
     Example:
         >>> x, w, scales = jnp.ones((2, 4)), jnp.full((4, 3), 0.5), jnp.float32([64, 64, 1024])
@@ -109,9 +115,11 @@ def dot(
         Array([1. , 0.5, 1. ], dtype=float32)
     """
     options = _options(x, w, scales, recipe, contract, shared)
-    axes = frozenset().union(*(_varying(each) for each in jax.tree.leaves((x, w, scales))))
+    if shares is not None:
+        options = _counting(options, shares)
+    axes = frozenset().union(*(_varying(each) for each in jax.tree.leaves((x, w, scales, shares))))
     x, w = jax.tree.map(lambda each: _vary(each, axes), (x, w))  # outside of the VJP, so that dx and dw are summed
-    return _dot(options, x, w, scales)
+    return _dot(options, x, w, scales, shares)
 
 
 def forward(x: Array, w: Weight, scales: Array | None, options: Options) -> tuple[Array, Residuals]:
@@ -130,14 +138,18 @@ def forward(x: Array, w: Weight, scales: Array | None, options: Options) -> tupl
     outer, inner = x.ndim - options.contract, range(options.contract)
     dims = (tuple(outer + i for i in inner), tuple(inner))
     y = _product(x_hat, w_hat, dims, (x_scale, w_scale), options.dtypes[0], options.recipe)
-    return y, Residuals(x_hat, w_hat, jnp.stack([x_scale, w_scale, scales[2]]), jnp.stack([x_max, w_max]))
+    shares = None
+    if options.count:
+        of_w = (jnp.zeros_like(w_max),) * 2 if isinstance(w, Quantised) else losses(w, w_scale, dtypes[1])
+        shares = jnp.stack([jnp.stack(losses(x, x_scale, dtypes[0])), jnp.stack(of_w)])
+    return y, Residuals(x_hat, w_hat, jnp.stack([x_scale, w_scale, scales[2]]), jnp.stack([x_max, w_max]), shares)
 
 
-def backward(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array]:
-    """dx, dw and the largest magnitudes of x, w and dy, float32 [3]."""
+def backward(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array, Array | None]:
+    """dx; dw; the largest magnitudes of x, w and dy, float32 [3]; the shares, float32 [3, 2], or None."""
     if isinstance(options.recipe, BlockScaling):
         return _backward_blocks(residuals, dy, options)
-    x_hat, w_hat, scales, seen = residuals
+    x_hat, w_hat, scales, seen, shares = residuals
     g_max, g_scale = _measure(dy, scales[2], 2, options)
     g_hat = quantise(dy, g_scale, options.recipe.dtypes[2])
     outer, outputs = x_hat.ndim - options.contract, w_hat.ndim - options.contract
@@ -145,31 +157,39 @@ def backward(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, 
     over_batch = (tuple(range(outer)),) * 2
     dx = _product(g_hat, w_hat, over_outputs, (g_scale, scales[1]), options.dtypes[0], options.recipe)
     dw = _product(x_hat, g_hat, over_batch, (scales[0], g_scale), options.dtypes[1], options.recipe)
-    return dx, dw, jnp.append(seen, g_max)
+    if shares is not None:
+        shares = jnp.concatenate([shares, jnp.stack(losses(dy, g_scale, options.recipe.dtypes[2]))[None]])
+    return dx, dw, jnp.append(seen, g_max), shares
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(options: Options, x: Array, w: Weight, scales: Array | None) -> Array:
+def _dot(options: Options, x: Array, w: Weight, scales: Array | None, shares: Array | None) -> Array:
     return forward(x, w, scales, options)[0]
 
 
-def _dot_forward(options: Options, x: Array, w: Weight, scales: Array | None) -> tuple[Array, Any]:
-    missing = () if scales is None else tuple(sorted(_varying(x) - _varying(scales)))
+def _dot_forward(
+    options: Options, x: Array, w: Weight, scales: Array | None, shares: Array | None
+) -> tuple[Array, Any]:
+    slots = [each for each in (scales, shares) if each is not None]
+    missing = tuple(sorted(frozenset().union(*(_varying(x) - _varying(each) for each in slots))))
     if missing:
         raise JzeroError(
             f"fp8.dot: expected scales that vary over {missing}, found the same on every rank, whose amaxes autodiff "
             f"would sum; mark them by jax.lax.pcast(scales, {missing}, to='varying'), then take the pmax"
         )
     y, residuals = forward(x, w, scales, options)
-    return y, (residuals, scales, w.scale if isinstance(w, Quantised) else None)
+    return y, (residuals, (scales, shares), w.scale if isinstance(w, Quantised) else None)
 
 
-def _dot_backward(options: Options, saved: Any, dy: Array) -> tuple[Array, Any, Array | None]:
-    residuals, scales, own = saved
-    dx, dw, seen = backward(residuals, dy, options)
+def _dot_backward(options: Options, saved: Any, dy: Array) -> tuple[Any, ...]:
+    residuals, slots, own = saved
+    dx, dw, *found = backward(residuals, dy, options)
     if own is not None:
         dw = Quantised(dw, _vary(jnp.zeros_like(own), _varying(own)))
-    return dx, dw, None if scales is None else _vary(seen, _varying(scales))
+    seen = [
+        None if x is None or slot is None else _vary(x, _varying(slot)) for slot, x in zip(slots, found, strict=True)
+    ]
+    return dx, dw, *seen
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
@@ -224,7 +244,7 @@ def _forward_blocks(x: Array, w: Weight, scales: Array, options: Options) -> tup
     return y.reshape(shape), Residuals(across, w, scales, jnp.stack([amax(x), amax(w)]))  # type: ignore[arg-type]
 
 
-def _backward_blocks(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array]:
+def _backward_blocks(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array, None]:
     w, dtypes = residuals.w, options.recipe.dtypes
     outer = dy.ndim - (w.ndim - options.contract)
     columns = math.prod(dy.shape[outer:])
@@ -232,7 +252,7 @@ def _backward_blocks(residuals: Residuals, dy: Array, options: Options) -> tuple
     dx = blocks.matmul(blocks.quantise(flat, dtypes[2]), blocks.quantise(flat_w, dtypes[1]), options.dtypes[0])
     dw = blocks.matmul(residuals.x, blocks.quantise(flat.T, dtypes[2]), options.dtypes[1])
     dx = dx.reshape(dy.shape[:outer] + w.shape[: options.contract])
-    return dx, dw.reshape(w.shape), jnp.append(residuals.amax, amax(dy))
+    return dx, dw.reshape(w.shape), jnp.append(residuals.amax, amax(dy)), None
 
 
 def _sizes(x: tuple[int, ...], w: tuple[int, ...], contract: int) -> tuple[int, int, int]:
@@ -263,3 +283,13 @@ def _options(x: Array, w: Weight, scales: Any, recipe: Recipe, contract: int, sh
     if isinstance(w, Quantised) and isinstance(recipe, BlockScaling):
         raise JzeroError("fp8.dot: expected an array for BlockScaling, found a Quantised weight; dequantise it")
     return Options(recipe, contract, shared or Shared(), (x.dtype, x.dtype if isinstance(w, Quantised) else w.dtype))
+
+
+def _counting(options: Options, shares: Array) -> Options:
+    if isinstance(options.recipe, BlockScaling):
+        raise JzeroError("fp8.dot: `shares` is for recipes with a scale per tensor, found BlockScaling; leave it out")
+    if shares.shape != (3, 2) or shares.dtype != jnp.float32:
+        raise JzeroError(
+            f"fp8.dot: expected shares to be float32 [3, 2], found {shares.dtype} {list(shares.shape)}; give zeros"
+        )
+    return dataclasses.replace(options, count=True)

@@ -12,7 +12,7 @@ from oracles import fp8 as oracle
 import jzero
 from jzero.errors import JzeroError
 from jzero.fp8 import dot as fp8
-from jzero.fp8.numerics import E4M3, Quantised, amax, quantise
+from jzero.fp8.numerics import E4M3, E5M2, Quantised, amax, losses, quantise
 from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling
 
 SHAPES = {  # x, w, contracted dimensions: the products of a transformer's layer
@@ -213,7 +213,23 @@ def test_the_two_functions_are_the_differentiable_one():
     y, residuals = fp8.forward(x, w, scales, options)
     assert residuals.x.dtype == residuals.w.dtype == E4M3
     expected = gradients(lambda *a: fp8.dot(*a, recipe=recipe, contract=contract), dy, x, w, scales)
-    jax.tree.map(np.testing.assert_array_equal, (y, *fp8.backward(residuals, dy, options)), expected)
+    jax.tree.map(np.testing.assert_array_equal, (y, *fp8.backward(residuals, dy, options)), (*expected, None))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_shares_of_what_the_casts_lose(quantised):
+    (x, w, dy), contract = arrays("down")
+    scales, recipe = jnp.float32([400, 1e-3, 1e5]), DelayedScaling()
+    weight = Quantised(quantise(w, scales[1], E4M3), scales[1]) if quantised else w
+    f = lambda shares: jnp.sum(fp8.dot(x, weight, scales, recipe=recipe, contract=contract, shares=shares) * dy)
+    found = jax.jit(jax.grad(f))(jnp.zeros((3, 2)))
+    expected = [losses(x, scales[0], E4M3), losses(w, scales[1], E4M3), losses(dy, scales[2], E5M2)]
+    if quantised:
+        expected[1] = (0, 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert expected[0][0] > 0.2
+    assert expected[2][0] > 0.2
+    assert quantised or expected[1][1] > 0.3
 
 
 # --- an FP8 parameter as weight --------------------------------------------------------------------------------------
@@ -307,6 +323,14 @@ WRONG = [
     (
         {"x": X, "w": Quantised(W, 1), "recipe": BlockScaling()},
         "expected an array for BlockScaling, found a Quantised weight",
+    ),
+    (
+        {"x": X, "w": W, "recipe": BlockScaling(), "shares": jnp.zeros((3, 2))},
+        "`shares` is for recipes with a scale per",
+    ),
+    (
+        {"x": X, "w": W, "recipe": CurrentScaling(), "shares": jnp.zeros(3)},
+        r"shares to be float32 \[3, 2\], found float32",
     ),
 ]
 
