@@ -2,11 +2,12 @@
 
     python benchmarks/optimizer.py [--devices 1] [--width 384] [--rounds 20] [--json FILE]
 
-On one device: jitted and donated on both sides, warm (repeated) and cold (the first update after another program has
-swept the caches), against a hand-fused loop in C where there is a compiler and `torch.optim.AdamW(fused=True)` where
-torch is installed. On several virtual CPU devices: the update phase alone against the replicated update, and scatter +
-update + gather against all-reduce + replicated update. Every round runs each side once, in alternating order; ratios
-are taken within a round, medians are printed. Before that, all sides are checked to compute the same numbers.
+On one device: jitted and donated on both sides, results in the order of the donated arguments (or XLA copies); warm
+(repeated) and cold (the first update after another program has swept the caches); against a hand-fused loop in C where
+there is a compiler, and `torch.optim.AdamW(fused=True)` where torch is installed. On several virtual CPU devices: the
+update phase alone against the replicated update, and scatter + update + gather against all-reduce + replicated update.
+Every round runs each side once, in alternating order; ratios are taken within a round, medians are printed. Before
+that, all sides are checked to compute the same numbers.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _loop(step, params, state, grads):
     held = [params, state]
 
     def run():
-        held[0], held[1] = step(grads, held[1], held[0])
+        held[0], held[1] = step(held[0], held[1], grads)
         jax.block_until_ready(held)
 
     return run
@@ -160,35 +161,36 @@ def _loop(step, params, state, grads):
 def _optax(tree: dict):
     tx = optax.adamw(**OPTIONS)
 
-    def step(grads, state, params):
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     params = _values(tree, 0)
-    return _loop(jax.jit(step, donate_argnums=(1, 2)), params, tx.init(params), _values(tree, 1))
+    return _loop(jax.jit(step, donate_argnums=(0, 1)), params, tx.init(params), _values(tree, 1))
 
 
 def _jzero(tree: dict, devices: int):
     tx = jzero.distributed_fused_adam(**OPTIONS, mesh=jzero.make_mesh(data=devices))
     params = _values(tree, 0)
-    return _loop(jax.jit(tx.step, donate_argnums=(1, 2)), params, tx.init(params), _values(tree, 1))
+    step = lambda params, state, grads: tx.step(grads, state, params)
+    return _loop(jax.jit(step, donate_argnums=(0, 1)), params, tx.init(params), _values(tree, 1))
 
 
 def _replicated(tree: dict, mesh, *, reduce: bool):
     tx = optax.adamw(**OPTIONS)
     whole, split = PartitionSpec(), PartitionSpec("data")
 
-    def step(grads, state, params):
+    def step(params, state, grads):
         if reduce:  # one gradient per rank
             grads = jax.tree.map(lambda g: jax.lax.pmean(g[0], "data"), grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    specs = (split if reduce else whole, whole, whole)
+    specs = (whole, whole, split if reduce else whole)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=whole)
     params = jax.device_put(_values(tree, 0), NamedSharding(mesh, whole))
     state = jax.device_put(tx.init(params), NamedSharding(mesh, whole))
-    return _loop(jax.jit(mapped, donate_argnums=(1, 2)), params, state, _gradients(tree, mesh, per_rank=reduce))
+    return _loop(jax.jit(mapped, donate_argnums=(0, 1)), params, state, _gradients(tree, mesh, per_rank=reduce))
 
 
 def _phases(tree: dict, mesh, *, whole: bool):
@@ -199,13 +201,13 @@ def _phases(tree: dict, mesh, *, whole: bool):
 
     if whole:
 
-        def step(grads, state, params):
+        def step(params, state, grads):
             return tx.step(jax.tree.map(lambda g: g[0], grads), state, params)
 
         grads, grad_specs, param_specs = _gradients(tree, mesh, per_rank=True), PartitionSpec("data"), PartitionSpec()
     else:
 
-        def step(grads, state, params):
+        def step(params, state, grads):
             new, state, _ = tx.update_shards(jax.tree.leaves(grads), state, jax.tree.leaves(params))
             return plan.unflatten(new), state
 
@@ -213,8 +215,8 @@ def _phases(tree: dict, mesh, *, whole: bool):
         place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         grads, grad_specs = jax.tree.map(place, _values(tree, 1), param_specs), param_specs
         params = jax.tree.map(place, params, param_specs)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(grad_specs, specs, param_specs), out_specs=(param_specs, specs))
-    return _loop(jax.jit(mapped, donate_argnums=(1, 2)), params, state, grads)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(param_specs, specs, grad_specs), out_specs=(param_specs, specs))
+    return _loop(jax.jit(mapped, donate_argnums=(0, 1)), params, state, grads)
 
 
 def _gradients(tree: dict, mesh, *, per_rank: bool):

@@ -121,7 +121,8 @@ def test_nobody_reads_the_output(command, tmp_path):
     process = command(f"exp_manager.exp_dir={tmp_path}", "trainer.max_steps=500", "trainer.log_every_n_steps=1")
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr.read() == ""
+    with process.stderr as error:
+        assert error.read() == ""
     assert process.wait(timeout=60) == 141
 
 

@@ -112,6 +112,24 @@ class TransformerConfig:
         )
 
 
+def check_split(config: TransformerConfig, tensor: int) -> None:
+    """Refuse a number of tensor ranks that does not divide what they split: heads, feed-forward width, vocabulary.
+
+    Raises:
+        JzeroError: names the size and the number of ranks.
+
+    Example:
+        >>> check_split(TransformerConfig(vocab_size=50304, hidden_size=64, num_attention_heads=4), 2)
+    """
+    for key, value in (
+        ("num_query_groups" if config.num_query_groups else "num_attention_heads", config.query_groups),
+        ("ffn_hidden_size", config.ffn_width),
+        ("vocab_size", config.vocab_size),
+    ):
+        if value % tensor:
+            raise _mistake(key, f"a multiple of tensor_model_parallel_size {tensor}", value)
+
+
 def _mistake(key: str, expected: str, found: object) -> JzeroError:
     return JzeroError(f"model.{key}: expected {expected}, found {found}")
 

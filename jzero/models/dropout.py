@@ -2,7 +2,7 @@
 
 A mask is a function of the key, the layer, the site in the layer, the *global* number of the sample, the position in
 the sequence, and the feature (or head and key position). So no two data ranks ever share a mask, and splitting the
-batch into other ranks or micro-batches changes nothing.
+batch into other ranks or micro-batches, the sequence or the heads over ranks, changes nothing.
 
 Letters: B batch, T sequence, D features, H heads, S key positions.
 """
@@ -41,20 +41,35 @@ class Site(enum.IntEnum):
     MLP_OUT = 3
 
 
-def drop_features(x: jax.Array, rate: float, dropout: Dropout | None, site: Site, layer: int | jax.Array) -> jax.Array:
-    """Zeroes features of x [B, T, D] at `rate` and scales the others up, so that the expectation stays."""
+def drop_features(
+    x: jax.Array,
+    rate: float,
+    dropout: Dropout | None,
+    site: Site,
+    layer: int | jax.Array,
+    first_position: int | jax.Array = 0,
+) -> jax.Array:
+    """Zeroes features of x [B, T, D] at `rate` and scales the others up, so that the expectation stays.
+
+    `first_position` is where x begins in the sequence that it is a part of.
+    """
     if dropout is None or rate == 0:
         return x
-    keys = _fold_range(_sample_keys(dropout, site, layer), x.shape[1])
+    keys = _fold_range(_sample_keys(dropout, site, layer), x.shape[1], first_position)
     return _apply(x, keys, rate)
 
 
-def drop_attention(p: jax.Array, rate: float, dropout: Dropout | None, layer: int | jax.Array) -> jax.Array:
-    """The same for attention weights p [B, H, T, S]; a head's mask does not depend on how many heads there are."""
+def drop_attention(
+    p: jax.Array, rate: float, dropout: Dropout | None, layer: int | jax.Array, first_head: int | jax.Array = 0
+) -> jax.Array:
+    """The same for attention weights p [B, H, T, S]; a head's mask does not depend on how many heads there are.
+
+    `first_head` is the number of the first of these heads among all of the layer's.
+    """
     if dropout is None or rate == 0:
         return p
-    keys = _fold_range(_fold_range(_sample_keys(dropout, Site.ATTENTION, layer), p.shape[1]), p.shape[2])
-    return _apply(p, keys, rate)
+    heads = _fold_range(_sample_keys(dropout, Site.ATTENTION, layer), p.shape[1], first_head)
+    return _apply(p, _fold_range(heads, p.shape[2]), rate)
 
 
 def _sample_keys(dropout: Dropout, site: Site, layer: int | jax.Array) -> jax.Array:
@@ -64,12 +79,12 @@ def _sample_keys(dropout: Dropout, site: Site, layer: int | jax.Array) -> jax.Ar
     return jax.vmap(jax.random.fold_in, (None, 0))(key, dropout.samples)
 
 
-def _fold_range(keys: jax.Array, count: int) -> jax.Array:
-    """[...] keys -> [..., count] keys."""
+def _fold_range(keys: jax.Array, count: int, first: int | jax.Array = 0) -> jax.Array:
+    """[...] keys -> [..., count] keys, those of the numbers first … first + count - 1."""
     fold = jax.vmap(jax.random.fold_in, (None, 0))
     for _ in range(keys.ndim):
         fold = jax.vmap(fold, (0, None))
-    return fold(keys, jnp.arange(count))
+    return fold(keys, first + jnp.arange(count))
 
 
 def _apply(x: jax.Array, keys: jax.Array, rate: float) -> jax.Array:

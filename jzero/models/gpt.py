@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.models import parameters
-from jzero.models.config import TransformerConfig
+from jzero.models.config import TransformerConfig, check_split
 from jzero.models.dropout import Dropout
-from jzero.models.layers import SAVED_BY_SELECTIVE, Block, Embedding, Norm, cross_entropy, project_to_vocabulary
+from jzero.models.layers import SAVED_BY_SELECTIVE, Block, Embedding, Norm, project_to_vocabulary
 from jzero.models.parameters import Parameter, Tree
+from jzero.parallel.tensor import TensorParallel
 
 Batch = Mapping[str, jax.Array]
 """int32 [B, T] each: "tokens", "labels" (for losses), and optionally "positions" and "segments"."""
@@ -137,7 +138,8 @@ def describe(config: GPTConfig) -> Tree:
 class Functions(NamedTuple):
     """A model as pure functions of plain dicts, for a training step that writes the scan over layers by hand.
 
-    `outer` is the tree of parameters without "blocks", `layer` one layer's part of "blocks" (no leading L).
+    `outer` is the tree of parameters without "blocks", `layer` one layer's part of "blocks" (no leading L). Inside a
+    manual region over the tensor axis both are this rank's part, and so is x where the sequence is split.
     """
 
     abstract: Tree  # the parameters' tree, of jax.ShapeDtypeStruct
@@ -147,15 +149,23 @@ class Functions(NamedTuple):
     embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
     block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index) -> x
     losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
-    logits: Callable[[Tree, jax.Array], jax.Array]  # (outer, x) -> float32 [B, T, V]
+    logits: Callable[[Tree, jax.Array], jax.Array]  # (outer, x) -> float32 [B, T, V], whole
     selective_policy: Callable[..., Any]  # for jax.checkpoint(block): recompute the core of attention only
+    tensor: TensorParallel  # how the model is spread over the tensor axis
 
 
-def functions(config: GPTConfig) -> Functions:
+def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functions:
     """The pure functions of a GPT.
 
-    They have no collectives and run inside and outside of `jax.shard_map`; activations have the type of the embedding's
-    result. "selective" follows Korthikanti et al. (https://arxiv.org/abs/2205.05198).
+    Their only collectives are those of `tensor`; without it they run inside and outside of `jax.shard_map`. Activations
+    have the type of the embedding's result. "selective" follows Korthikanti et al. (https://arxiv.org/abs/2205.05198).
+
+    Args:
+        config: the architecture.
+        tensor: how the model is spread over the tensor axis; None: not at all.
+
+    Raises:
+        JzeroError: the tensor axis does not divide the model.
 
     Example:
         >>> f = functions(GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2))
@@ -163,25 +173,26 @@ def functions(config: GPTConfig) -> Functions:
         >>> f.embed(params, {"tokens": jnp.zeros((1, 8), jnp.int32)}, None).shape
         (1, 8, 32)
     """
-    tree = describe(config)
+    tree, tensor = describe(config), tensor or TensorParallel()
+    check_split(config, tensor.size)
 
     def init(key: jax.Array) -> Tree:
         return parameters.initialize(tree, key)
 
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        return Embedding(config, outer["embedding"])(batch["tokens"], batch.get("positions"), dropout)
+        return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)
 
     def block(layer: Tree, x: jax.Array, batch: Batch, dropout: Dropout | None, index: int | jax.Array) -> jax.Array:
         context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer)(x, index=index, dropout=dropout, **context)
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, **context)
 
-    def logits(outer: Tree, x: jax.Array) -> jax.Array:
+    def scores(outer: Tree, x: jax.Array) -> jax.Array:  # this rank's logits
         tied = config.share_embeddings_and_output_weights
         table = outer["embedding"]["token"] if tied else outer["head"]["weight"]
-        return project_to_vocabulary(Norm(config, outer["final_norm"])(x), table)
+        return project_to_vocabulary(tensor.enter(Norm(config, outer["final_norm"])(x)), table)
 
     def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        return cross_entropy(logits(outer, x), batch["labels"])
+        return tensor.cross_entropy(scores(outer, x), batch["labels"])
 
     return Functions(
         abstract=parameters.abstract(tree),
@@ -191,6 +202,7 @@ def functions(config: GPTConfig) -> Functions:
         embed=embed,
         block=block,
         losses=losses,
-        logits=logits,
+        logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
         selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
+        tensor=tensor,
     )

@@ -3,13 +3,17 @@
 Every computation that is elementwise or a reduction keeps only its inputs for the backward pass (`jax.checkpoint`):
 recomputing it is cheaper than writing its intermediate values to memory and reading them back.
 
+Over the tensor axis (`jzero.parallel.tensor`) each rank has its part of F, G, H and V, and of T between the projections
+where the sequence is split.
+
 Letters: B batch, T sequence, D model, F feed-forward, G groups = heads of keys and values, R query heads of a group,
-H = G · R heads, K head width, V vocabulary.
+H = G · R heads, K head width, V vocabulary, N tensor ranks.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +25,12 @@ from jzero.models.attention import attend, einsum32, rotate
 from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout, Site, drop_attention, drop_features
 from jzero.models.parameters import Parameter, Tree, constant, normal
+from jzero.parallel.tensor import TensorParallel
 
 SAVED_BY_SELECTIVE = ("qkv", "context", "projection", "up")
 """Names of what "selective" checkpointing keeps: results of the projections, and what attention hands to one."""
 
+_ALONE = TensorParallel()
 _keep_inputs = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -56,9 +62,10 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(values["bias"]) if "bias" in values else None
         self.inputs = inputs
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, inputs...] -> [B, T, outputs...]."""
+    def __call__(self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+        """[B, T, inputs...] -> [B, T, outputs...]; `leave` sums products whose inputs are split, before the bias."""
         y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
+        y = y if leave is None else leave(y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -123,8 +130,8 @@ class Attention(nnx.Module):
             "out": Linear.parameters(config, config.residual_std, heads, model),
         }
 
-    def __init__(self, config: TransformerConfig, values: Tree):
-        self.config = config
+    def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
+        self.config, self.tensor = config, tensor
         self.qkv = Linear(values["qkv"])
         self.out = Linear(values["out"], inputs=2)
 
@@ -138,14 +145,15 @@ class Attention(nnx.Module):
         dropout: Dropout | None = None,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]. Arguments as for `Block`."""
-        config = self.config
-        fused = checkpoint_name(self.qkv(x), "qkv")  # [B, T, G, R + 2, K]
+        config, x = self.config, self.tensor.enter(x)
+        fused = checkpoint_name(self.qkv(x), "qkv")  # [B, T, G, R + 2, K], G and H this rank's from here on
         turning, value = fused[..., :-1, :], fused[..., -1, :]
         if config.position_embedding_type == "rope":
             positions = jnp.arange(x.shape[1]) if positions is None else positions
             turning = rotate(turning, positions, config.rotary_width, config.rotary_base)
         rate = config.attention_dropout
-        drop = None if dropout is None or rate == 0 else lambda w: drop_attention(w, rate, dropout, index)
+        masked = lambda w: drop_attention(w, rate, dropout, index, self.tensor.first(w.shape[1]))
+        drop = None if dropout is None or rate == 0 else masked
         context = attend(
             turning[..., :-1, :],
             turning[..., -1, :],
@@ -154,7 +162,7 @@ class Attention(nnx.Module):
             implementation=config.attention_implementation,
             drop=drop,
         )
-        return checkpoint_name(self.out(checkpoint_name(context, "context")), "projection")
+        return checkpoint_name(self.out(checkpoint_name(context, "context"), self.tensor.leave), "projection")
 
 
 class MLP(nnx.Module):
@@ -170,14 +178,16 @@ class MLP(nnx.Module):
             "down": Linear.parameters(config, config.residual_std, ffn, model),
         }
 
-    def __init__(self, config: TransformerConfig, values: Tree):
+    def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
+        self.tensor = tensor
         self.activation = _swiglu if config.activation == "swiglu" else _gelu
         self.up = Linear(values["up"])
         self.down = Linear(values["down"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        return self.down(self.activation(checkpoint_name(self.up(x), "up")))
+        wide = checkpoint_name(self.up(self.tensor.enter(x)), "up")
+        return self.down(self.activation(wide), self.tensor.leave)
 
 
 @_keep_inputs
@@ -203,11 +213,12 @@ class Block(nnx.Module):
             "mlp": MLP.parameters(config),
         }
 
-    def __init__(self, config: TransformerConfig, values: Tree):
+    def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
+        self.tensor = tensor
         self.attention_norm = Norm(config, values["attention_norm"])
-        self.attention = Attention(config, values["attention"])
+        self.attention = Attention(config, values["attention"], tensor)
         self.mlp_norm = Norm(config, values["mlp_norm"])
-        self.mlp = MLP(config, values["mlp"])
+        self.mlp = MLP(config, values["mlp"], tensor)
         self.rate = config.hidden_dropout
 
     def __call__(
@@ -222,20 +233,21 @@ class Block(nnx.Module):
         """Apply the layer.
 
         Args:
-            x: [B, T, D].
+            x: [B, T, D]; T / N positions of it where the sequence is split.
             index: number of the layer, part of the dropout masks' keys.
             positions: int [B, T], for rotary positions; None: 0 … T-1.
             segments: int [B, T]; positions see only those of their own segment. None: all are one.
             dropout: None: no dropout.
 
         Returns:
-            [B, T, D].
+            Like x.
         """
         attended = self.attention(
             self.attention_norm(x), index=index, positions=positions, segments=segments, dropout=dropout
         )
-        x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index)
-        return x + drop_features(self.mlp(self.mlp_norm(x)), self.rate, dropout, Site.MLP_OUT, index)
+        first = self.tensor.first_position(x.shape[1])
+        x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index, first)
+        return x + drop_features(self.mlp(self.mlp_norm(x)), self.rate, dropout, Site.MLP_OUT, index, first)
 
 
 class Embedding(nnx.Module):
@@ -254,55 +266,24 @@ class Embedding(nnx.Module):
             tree["position"] = Parameter(shape, ("position", "embed"), config.param_dtype, init)
         return tree
 
-    def __init__(self, config: TransformerConfig, values: Tree):
+    def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.token = nnx.Param(values["token"])
         self.position = nnx.Param(values["position"]) if "position" in values else None
-        self.rate = config.hidden_dropout
+        self.rate, self.tensor, self.wire = config.hidden_dropout, tensor, config.param_dtype
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array | None = None, dropout: Dropout | None = None
     ) -> jax.Array:
-        """Int [B, T] -> [B, T, D]. Arguments as for `Block`."""
-        x = self.token[...][tokens]
+        """Int [B, T] -> [B, T, D], or this rank's positions of it. Arguments as for `Block`."""
+        own = self.tensor.own_positions
+        x = self.tensor.lookup(self.token[...], tokens, self.wire)
         if self.position is not None:
             table, length = self.position[...], tokens.shape[1]
             if length > table.shape[0]:
                 expected = f"expected at most {table.shape[0]} positions (model.max_position_embeddings)"
                 raise JzeroError(f"tokens: {expected}, found {length}; shorten the sequences")
-            x = x + (table[:length] if positions is None else table[positions])
-        return drop_features(x, self.rate, dropout, Site.EMBEDDING, 0)
-
-
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log softmax(logits)[label] of each token.
-
-    The backward pass needs the logits and makes their cotangent in one pass, softmax - one-hot, without a scatter.
-
-    Args:
-        logits: float32 [B, T, V].
-        labels: int [B, T].
-
-    Returns:
-        Float32 [B, T].
-    """
-    return _cross_entropy_forward(logits, labels)[0]
-
-
-def _cross_entropy_forward(logits, labels):
-    largest = logits.max(-1)
-    log_total = jnp.log(jnp.exp(logits - largest[..., None]).sum(-1)) + largest
-    own = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    return log_total - own, (logits, labels, log_total)
-
-
-def _cross_entropy_backward(saved, cotangent):
-    logits, labels, log_total = saved
-    own = jnp.arange(logits.shape[-1]) == labels[..., None]
-    return (jnp.exp(logits - log_total[..., None]) - own) * cotangent[..., None], None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+            x = x + (own(table[:length]) if positions is None else table[own(positions, 1)])
+        return drop_features(x, self.rate, dropout, Site.EMBEDDING, 0, self.tensor.first_position(x.shape[1]))
 
 
 def project_to_vocabulary(x: jax.Array, table: jax.Array) -> jax.Array:

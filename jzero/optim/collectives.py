@@ -179,8 +179,20 @@ def _squares(shards: Sequence[Array], leaves: Sequence[Leaf]) -> dict[tuple[str,
 
 
 def after(first: Any, then: Any) -> Any:
-    """`then`, a tree of arrays, whose users wait for all of `first`; it varies over the axes of both."""
-    return jax.lax.optimization_barrier((first, then))[1]
+    """`then` as it is, but what is computed from one of its arrays waits for `first`.
+
+    A barrier's results vary over every axis that one of its operands varies over. So an array waits for those arrays
+    of `first` alone that vary over none but its own axes.
+    """
+    flat, treedef = jax.tree.flatten(then)
+    kinds = [regions.varying_axes(x) for x in flat]
+    for axes in set(kinds):
+        mine = [i for i, own in enumerate(kinds) if own == axes]
+        before = [x for x in jax.tree.leaves(first) if regions.varying_axes(x) <= axes]
+        _, after = jax.lax.optimization_barrier((before, [flat[i] for i in mine]))
+        for i, x in zip(mine, after, strict=True):
+            flat[i] = x
+    return treedef.unflatten(flat)
 
 
 def total(values: Any, axes: Sequence[str]) -> Any:
@@ -203,6 +215,8 @@ def _gather_along(x: Array, axis: str, dimension: int, to: Literal["varying", "i
     NCCL puts shards one after the other. Left to itself XLA lays the *shard* out with `dimension` first, which takes
     the update apart: new values go to memory in float32 and are read again.
     """
+    if jax.lax.axis_size(axis) == 1 and not regions.tracks_varying(axis):
+        return x  # XLA's CPU compiler keeps a gather of one rank, and copies for it
     if math.prod(x.shape[:dimension]) == 1:
         return jax.lax.all_gather(x, axis, axis=dimension, tiled=True, to=to)
     parts = jnp.moveaxis(jax.lax.all_gather(x, axis, to=to), 0, dimension)

@@ -8,6 +8,11 @@ with zeros and cut into equal pieces. Nothing is ever replicated silently: `part
     [7], data 4                                flattened, padded to 8: shard [2], global [8], spec (data,)
     [6], spec (tensor,), tensor 2, data 2      its parts flattened: shard [2], global [8], spec ((data, tensor),)
     [L, 7], one stacked dimension, data 4      flattened per layer: shard [L, 2], global [L, 8], spec (None, data)
+    [8], spec (tensor,), 2 x 2, `share`        its parts split: shard [2], global [8], spec ((tensor, data),)
+
+With `share`, a dimension that other axes split is split further where no other one divides, so that the shards lie in
+the parameter's own order. Without it such a leaf is flattened: a region that binds the data axis alone can then still
+tell its shards.
 
 A plan is static and hashable; it travels inside the optimizer's state, so `update` needs nothing but its arguments.
 """
@@ -82,6 +87,11 @@ class Leaf:
     def shares_flat_dimension(self) -> bool:
         """Whether other axes split the flat dimension too: data is the outer one there."""
         return self.split is None and len(self.spec) > self.stacked and self.others[-1] > 1
+
+    @property
+    def shares_split_dimension(self) -> bool:
+        """Whether other axes split the dimension `split` too: data is the inner one there."""
+        return self.split is not None and self.others[self.split] > 1
 
     @property
     def shard_local_shape(self) -> tuple[int, ...]:
@@ -212,6 +222,7 @@ def make_plan(
     axis: str | None,
     param_specs: Any = None,
     stacked: Callable[[str], int] | None = None,
+    share: bool = False,
 ) -> Plan:
     """Decide for every leaf of `params` how it is split.
 
@@ -221,6 +232,8 @@ def make_plan(
         axis: the mesh axis that shards the state; None shards nothing.
         param_specs: tree of `PartitionSpec`s (a prefix of `params` will do); default: read from each array's sharding.
         stacked: function from a leaf's path to its number of leading layer dimensions; default 0 everywhere.
+        share: split a dimension that other axes split too, rather than flatten a leaf. For shards that are used in
+            regions over the whole mesh.
 
     Raises:
         ValueError: an axis that the mesh lacks, a leaf that is not floating point or lies on another mesh, or a
@@ -243,7 +256,7 @@ def make_plan(
     for (path, value), spec in zip(flat, specs, strict=True):
         name = jax.tree_util.keystr(path)
         lead = stacked(name) if stacked else 0
-        leaves.append(_plan_leaf(name, value, _own_spec(name, value, spec, mesh), mesh, axis, lead))
+        leaves.append(_plan_leaf(name, value, _own_spec(name, value, spec, mesh), mesh, axis, lead, share))
     return Plan(tuple(leaves), treedef)
 
 
@@ -284,7 +297,7 @@ def _traced_sharding(path: str, value: Tracer, mesh: Mesh) -> NamedSharding | No
     return sharding
 
 
-def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, stacked: int) -> Leaf:
+def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, stacked: int, share: bool) -> Leaf:
     if not hasattr(value, "dtype"):
         raise ValueError(f"{path}: expected an array, found {type(value).__name__}; wrap it in jnp.asarray")
     shape, dtype = tuple(np.shape(value)), jax.dtypes.canonicalize_dtype(value.dtype)
@@ -302,8 +315,8 @@ def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, 
         if n % o:
             raise ValueError(f"{path}: dimension {i} of {shape} is split over {spec[i]}, and {o} does not divide {n}")
     if split is None:
-        free = (i for i in range(stacked, len(shape)) if others[i] == 1 and shape[i] and shape[i] % ranks == 0)
-        split = next(free, None)
+        even = [i for i in range(stacked, len(shape)) if shape[i] and shape[i] // others[i] % ranks == 0]
+        split = next((i for i in even if others[i] == 1), even[0] if even and share else None)
     elif shape[split] // others[split] % ranks:
         raise ValueError(f"{path}: dimension {split} of {shape} is split over '{axis}', and {ranks} does not divide it")
     return Leaf(path, shape, str(dtype), spec, ranks, axis, split, stacked, others, resident)

@@ -66,7 +66,9 @@ def enter(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, bound: Sequenc
     if not rest:
         return f
     if not bound:
-        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+        # on one device no rank differs from another, and without tracking a gather of one rank need not be written
+        tracked = mesh.size > 1
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=tracked))
     is_spec = lambda x: isinstance(x, PartitionSpec)
     in_specs, out_specs = (
         jax.tree.map(lambda s: restrict(s, rest), specs, is_leaf=is_spec) for specs in (in_specs, out_specs)

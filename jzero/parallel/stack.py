@@ -26,9 +26,14 @@ from jax import Array
 
 from jzero.optim import collectives
 from jzero.optim.partition import Leaf
+from jzero.parallel.tensor import AXIS, TensorParallel
 
 Block = Callable[[Any, Array, Array], Array]
 """One layer: (its weights, x [B, T, D], its number) -> x [B, T, D]."""
+
+_ALONE = TensorParallel()
+SUMMED = "projection"
+"""The name (`jax.ad_checkpoint.checkpoint_name`) of what a block sums over the tensor axis and reads again later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,7 @@ class DataParallel:
         leaves: the plan of each parameter, in flattening order.
         replica: axes over which the shards are repeated.
         varying: the axes that split the batch; weights are marked as varying over them.
+        tensor: the tensor axis; parameters whose gradients are parts of a sum over it are marked as varying there too.
         grad_dtype: dtype on the wire of the reduce-scatter.
         param_dtype: dtype on the wire of the all-gather; None: the parameter's own.
     """
@@ -48,6 +54,7 @@ class DataParallel:
     varying: tuple[str, ...]
     grad_dtype: Any
     param_dtype: Any = None
+    tensor: TensorParallel = _ALONE
 
     def layer(self) -> DataParallel:
         """The same for one layer of stacked parameters."""
@@ -58,13 +65,17 @@ class DataParallel:
 
         def one(x: Array, leaf: Leaf) -> Array:
             full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to).astype(x.dtype)
-            return collectives.vary(full, self.varying) if to == "varying" else full
+            return collectives.vary(full, self.varies(leaf)) if to == "varying" else full
 
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
         """Weights or shards as they are, marked as varying so that their gradients stay this rank's own."""
-        return self._map(lambda x, leaf: collectives.vary(x, self.varying), weights)
+        return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
+
+    def varies(self, leaf: Leaf) -> tuple[str, ...]:
+        """The axes over which a whole weight is marked as varying: its gradient is still to be summed over them."""
+        return (*self.varying, *((AXIS,) if self.tensor.partial(leaf.axes) else ()))
 
     def scatter(self, grads: Any, behind: Any = None) -> Any:
         """Full gradients of this rank -> float32 shards of the mean, hidden behind the computation of `behind`."""
@@ -75,6 +86,14 @@ class DataParallel:
         """`scatter` for the parameter of this number, in flattening order."""
         leaf = self.leaves[number]
         return collectives.scatter(grad, leaf, replica=self.replica, dtype=self.grad_dtype, behind=behind)
+
+    def complete(self, shards: Any) -> Any:
+        """Gradients' shards that are but a part of the sum on each tensor rank -> the sums, the same on every one."""
+        flat, treedef = jax.tree.flatten(shards)
+        parts = [i for i, leaf in enumerate(self.leaves) if self.tensor.partial(leaf.axes)]
+        for i, whole in zip(parts, self.tensor.complete([flat[i] for i in parts]), strict=True):
+            flat[i] = whole
+        return treedef.unflatten(flat)
 
     def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
         flat, treedef = jax.tree.flatten(tree)
@@ -119,11 +138,13 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
         block: one layer.
         granularity: None keeps the results of matrix products and recomputes what is elementwise; "selective" keeps
             what the model names and recomputes the rest (Korthikanti et al., arXiv 2205.05198); "full" keeps only the
-            input.
+            input. Of a product that is summed over the tensor axis, what the model names is kept: the sum.
         selective: the `jax.checkpoint` policy of "selective".
     """
     policies = {
-        None: jax.checkpoint_policies.dots_saveable,
+        None: jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SUMMED)
+        ),
         "selective": selective,
         "full": jax.checkpoint_policies.nothing_saveable,
     }
@@ -190,8 +211,7 @@ def backward(
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
     if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
-        stacked, dy = jax.lax.optimization_barrier((layers.stacked, dy))
-        layers = Layers(stacked, shards=True)
+        layers = Layers(collectives.after(dy, layers.stacked), shards=True)
 
     def finish(i: Any, dw: Any) -> Any:
         return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
@@ -200,13 +220,13 @@ def backward(
         dx, gathered, pending, sums = carry
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = gathered if layers.shards else layers.at(i)
-        if scatter:
-            sums = _add(sums, i + 1, per_layer.scatter(pending))
         assert saved.rebuild is not None
         dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
-        if scatter:
-            return dx, earlier, finish(i, dw), sums
-        return dx, earlier, None, _add(sums, i, dw)
+        if not scatter:
+            return dx, earlier, None, _add(sums, i, dw)
+        # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
+        sums = _add(sums, i + 1, per_layer.scatter(pending, behind=None if ahead else dx))
+        return dx, earlier, finish(i, dw), sums
 
     dw, dx = saved.last(dy)
     pending, sums = (finish(final, dw), sums) if scatter else (None, _add(sums, final, dw))

@@ -33,7 +33,7 @@ from jzero.train.files import disk_errors
 from jzero.train.identity import check_same
 from jzero.train.orbax_io import Keep, best_first, join_threads, no_echo, reading
 from jzero.train.record import Record, UnreadableError, compare_bits, leaves, seal, unseal
-from jzero.train.reshape import parameters, readable, to_wanted
+from jzero.train.reshape import check_orders, orders, parameters, readable, to_wanted
 from jzero.train.state_tree import join, nested, split, unsplit
 
 
@@ -119,7 +119,8 @@ class Checkpoints:
         self.wait()
         trees = split(state)
         self._losses[step] = val_loss if val_loss is not None and math.isfinite(val_loss) else None
-        full = seal({**record, "step": step, "candidate": self._losses[step]}, trees)
+        own = {"step": step, "candidate": self._losses[step], "orders": orders(self._leaves)}
+        full = seal({**record, **own}, trees)
         self._threads_before = set(threading.enumerate())
         with self._cleaned_up():
             self._writing = self._orbax.save_checkpointables_async(step, trees, custom_metadata=full, force=True)
@@ -215,6 +216,8 @@ class Checkpoints:
         record = self._together(lambda: self._record(step))
         saved = leaves(record)
         reads = readable(wanted, saved, self._leaves)
+        if self._leaves:
+            check_orders(record["orders"], orders(self._leaves))
         check_same(self.folder / str(step), reads, saved, record, model)
         load = lambda: self._orbax.load_checkpointables(step, reads)
         loaded = self._together(lambda: reading(load, f"its {' or '.join(sorted(reads, reverse=True))}"))

@@ -6,6 +6,7 @@ jzero.train.config` prints the reference page docs/config.md.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -150,8 +151,12 @@ class Config:
         return m if m == v else {"mu": m, "nu": v}
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by × tensor_model_parallel_size."""
-        unit = self.model.make_vocab_size_divisible_by * self.model.tensor_model_parallel_size
+        """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by that the tensor ranks divide.
+
+        Megatron takes the product of the two, so that its model depends on the mesh: this one does not where the tensor
+        size divides make_vocab_size_divisible_by.
+        """
+        unit = math.lcm(self.model.make_vocab_size_divisible_by, self.model.tensor_model_parallel_size)
         return -(-vocab_size // unit) * unit
 
 

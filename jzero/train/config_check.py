@@ -30,6 +30,7 @@ def validate(config: Config, n_devices: int | None = None) -> Config:
     _unsupported(config)
     config = _devices(config, n_devices)
     _layout(config)
+    _sequence(config)
     _batch(config)
     _model(config)
     _precision(config)
@@ -43,10 +44,8 @@ def _unsupported(config: Config) -> None:
     """Features whose keys exist, so that their names are settled, but that this version cannot run."""
     m = config.model
     for key, value, only in (
-        ("tensor_model_parallel_size", m.tensor_model_parallel_size, 1),
         ("pipeline_model_parallel_size", m.pipeline_model_parallel_size, 1),
         ("virtual_pipeline_model_parallel_size", m.virtual_pipeline_model_parallel_size, None),
-        ("sequence_parallel", m.sequence_parallel, False),
     ):
         if value != only:
             raise JzeroError(f"model.{key}: {show(value)} is not supported by this version; set it to {show(only)}")
@@ -87,6 +86,21 @@ def _layout(config: Config) -> None:
         )
 
 
+def _sequence(config: Config) -> None:
+    m = config.model
+    tensor = m.tensor_model_parallel_size
+    if m.sequence_parallel and tensor == 1:
+        raise JzeroError(
+            "model.sequence_parallel: true splits the sequence over the tensor ranks, but "
+            "model.tensor_model_parallel_size is 1; set it to false"
+        )
+    if m.sequence_parallel and m.encoder_seq_length % tensor:
+        raise JzeroError(
+            f"model.encoder_seq_length: {m.encoder_seq_length} is not divisible by model.tensor_model_parallel_size "
+            f"{tensor}, as model.sequence_parallel needs; nearest valid: {_nearest(m.encoder_seq_length, tensor)}"
+        )
+
+
 def _batch(config: Config) -> None:
     m = config.model
     unit = m.micro_batch_size * config.batch_parallel_size
@@ -105,13 +119,16 @@ def _nearest(value: int, unit: int) -> str:
 
 
 def _model(config: Config) -> None:
+    from jzero.models.config import check_split  # a configuration is read without Flax
+
     m = config.model
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.encoder_seq_length:
         raise JzeroError(
             f"model.max_position_embeddings: {m.max_position_embeddings} is below model.encoder_seq_length "
             f"{m.encoder_seq_length}; raise it, or set null"
         )
-    gpt_config(config, None if m.vocab_size else 1)  # has the rules of the architecture, whatever the vocabulary
+    architecture = gpt_config(config, None if m.vocab_size else 1)  # has its own rules, whatever the vocabulary
+    check_split(architecture, m.tensor_model_parallel_size)
 
 
 def _precision(config: Config) -> None:

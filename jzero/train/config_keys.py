@@ -195,10 +195,14 @@ class Model:
 
     micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
     global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
-    tensor_model_parallel_size: int = option(1, "Devices that share each layer; only 1 in this version.", at_least=1)
+    tensor_model_parallel_size: int = option(
+        1, "Devices that share each layer: heads, feed-forward width and vocabulary are split.", at_least=1
+    )
     pipeline_model_parallel_size: int = option(1, "Stages of layers; only 1 in this version.", at_least=1)
     virtual_pipeline_model_parallel_size: int | None = option(None, "Only null in this version.", at_least=1)
-    sequence_parallel: bool = option(False, "Only false in this version.")
+    sequence_parallel: bool = option(
+        False, "Split the sequence over the tensor ranks wherever a layer is not split otherwise: norms, dropout."
+    )
     replica_parallel_size: int = option(
         1, "Copies of the sharded optimizer: state is sharded within a copy, gradients averaged over all.", at_least=1
     )
@@ -230,7 +234,7 @@ class Model:
     rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this × tensor_model_parallel_size.", at_least=1
+        128, "The vocabulary is padded to a multiple of this, and of tensor_model_parallel_size.", at_least=1
     )
     do_layer_norm_weight_decay: bool = option(False, "Decay norms and biases too.")
     seed: int = option(1234, "Seed of weights, dropout and data order.", at_least=0, at_most=2**31 - 1)

@@ -149,6 +149,7 @@ _ONE_DEVICE = (
     "trainer.devices=1",
     "trainer.num_nodes=1",
     "model.tensor_model_parallel_size=1",
+    "model.sequence_parallel=false",
     "model.pipeline_model_parallel_size=1",
     "model.replica_parallel_size=1",
     "model.micro_batch_size=1",

@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
+from jzero.models.gpt import Functions
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.stack import DataParallel, Layers
+from jzero.parallel.tensor import AXIS
 from jzero.train.config import Config
 from jzero.train.xla_options import compiler_options
 
@@ -172,12 +174,18 @@ class Layout:
         """Float32 zeros to add gradients to: of full size, or of the shards' size; (outer, blocks)."""
 
         def one(leaf: Any) -> Array:
+            shape, axes = leaf.shard_local_shape, leaf.axes
             if full:
-                return collectives.vary(jnp.zeros(leaf.local_shape, jnp.float32), BATCH_AXES)
-            axes = () if leaf.axis is None else (leaf.axis,)
-            return collectives.vary(jnp.zeros(leaf.shard_local_shape, jnp.float32), axes)
+                shape, axes = leaf.local_shape, (*BATCH_AXES, *(name for names in leaf.spec for name in names))
+            if self.outer.tensor.partial(leaf.axes):
+                axes = (*axes, AXIS)
+            return collectives.vary(jnp.zeros(shape, jnp.float32), axes) if axes else jnp.zeros(shape, jnp.float32)
 
         return self.split(self.plan.unflatten([one(leaf) for leaf in self.plan.leaves]))
+
+    def complete(self, shards: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Shards of the step's gradients, (outer, blocks): the parts that tensor ranks have, added up once."""
+        return self.outer.complete(shards[0]), self.blocks.complete(shards[1])
 
     def dropout(self, samples: Array) -> Dropout | None:
         """The dropout masks of these global sample numbers (int32 [B]), or None where there is no dropout."""
@@ -190,9 +198,9 @@ class Layout:
         state = self.tx.init(self.abstract_params())
         params = self.abstract_params()
         count = sum(math.prod(leaf.shape) for leaf in self.plan.leaves)
-        whole = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in self.plan.leaves)
+        whole = sum(math.prod(leaf.local_shape) * jnp.dtype(leaf.dtype).itemsize for leaf in self.plan.leaves)
         with_zero = bytes_per_device(params) + bytes_per_device(state)
-        without = whole + global_bytes(state)
+        without = whole + bytes_without_zero(state)
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1) or "one device"
         return [
             ("parameters", f"{count:,}"),
@@ -213,31 +221,37 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def global_bytes(tree: Any) -> int:
-    """Bytes of whole arrays, padding included."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def bytes_without_zero(tree: Any) -> int:
+    """Bytes that one device would hold of such arrays if the data axis split none, padding included."""
+
+    def one(x: Any) -> int:
+        names = [name for entry in x.sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+        return bytes_per_device(x) * (x.sharding.mesh.shape["data"] if "data" in names else 1)
+
+    return sum(map(one, jax.tree.leaves(tree)))
 
 
-def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_rate: Any) -> Layout:
+def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any) -> Layout:
     """The layout of a run.
 
     Args:
         config: a validated configuration.
         mesh: the device mesh.
-        abstract: the model's parameters as `jax.ShapeDtypeStruct`s, whole.
-        decay: tree of booleans, which of them decay.
+        model: the model's functions, for this mesh.
         learning_rate: schedule.
     """
     axis, replica = ("data", ("replica",)) if config.zero else (None, BATCH_AXES)
     stacked = lambda path: int(path.startswith(f"['{BLOCKS}']"))
-    plan = make_plan(abstract, mesh, axis=axis, stacked=stacked)
+    specs = jax.tree.map(model.tensor.spec, model.axes, is_leaf=lambda x: isinstance(x, tuple))
+    plan = make_plan(model.abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
+    shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
     optim, sharded = config.model.optim, config.policy != "replicated"
     tx = distributed_fused_adam(
         learning_rate,
         *optim.betas,
         optim.eps,
         optim.weight_decay,
-        decay,
+        model.decay,
         mesh=mesh,
         axis=axis,
         replica_axis=replica,
@@ -246,10 +260,11 @@ def make_layout(config: Config, mesh: Mesh, abstract: Any, decay: Any, learning_
         stochastic_rounding=optim.stochastic_rounding,
         param_sync_dtype=None if sharded else config.param_sync_dtype,
         clip_norm=config.trainer.gradient_clip_val or None,
-        param_specs=plan.unflatten([leaf.shard_spec if sharded else leaf.param_spec for leaf in plan.leaves]),
+        param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
         stacked=stacked,
     )
-    parallel = DataParallel((), replica, BATCH_AXES, config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
+    wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
+    parallel = DataParallel((), replica, BATCH_AXES, *wire, model.tensor)
     is_block = [stacked(leaf.path) for leaf in plan.leaves]
     pick = lambda chosen: dataclasses.replace(
         parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)

@@ -69,7 +69,7 @@ def accumulate_gradients(
         weights = layout.in_order((loss, sums), weights)
         value, sums, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), sums))
         loss = loss + value
-    return loss, layout.join(*sums)
+    return loss, layout.join(*layout.complete(sums))
 
 
 def _micro_batch(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero.errors import JzeroError
 from jzero.optim import precision
 from jzero.optim.partition import Leaf, Plan
 from jzero.train.state_tree import named
@@ -41,6 +42,33 @@ def parameter_of(name: str, leaves: Leaves) -> Leaf | None:
         if leaf is not None:
             return leaf
     return None
+
+
+def orders(leaves: Leaves) -> dict[str, str]:
+    """How the numbers of a state lie where that depends on the mesh but may not show in its shape: by parameter.
+
+    That is where other axes than data split a parameter that is flattened besides. Such a state is at home on its mesh.
+    """
+    return {
+        name: f"flattened over data {leaf.ranks} inside of {math.prod(leaf.others)} parts"
+        for name, leaf in leaves.items()
+        if leaf.split is None and math.prod(leaf.others) > 1
+    }
+
+
+def check_orders(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises where a state would come back with its numbers in another order.
+
+    Raises:
+        JzeroError: names the first such parameter.
+    """
+    for name in sorted({*saved, *now}):
+        if saved.get(name) != now.get(name):
+            found, expected = saved.get(name, "whole"), now.get(name, "whole")
+            raise JzeroError(
+                f"checkpoint: {name} is {found}, expected {expected}: no dimension of it divides evenly, so its state "
+                "cannot move to another number of data, tensor or pipeline ranks; train on the mesh it was saved on"
+            )
 
 
 def is_form(shape: tuple[int, ...], leaf: Leaf) -> bool:

@@ -29,6 +29,7 @@ from jzero.models.attention import flash_attention_fits
 from jzero.models.gpt import Functions, functions
 from jzero.optim import collectives
 from jzero.parallel import stack
+from jzero.parallel.tensor import tensor_parallel
 from jzero.train.config import Config, gpt_config
 from jzero.train.layout import Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
@@ -138,7 +139,10 @@ class Program:
 
     @functools.cached_property
     def logits(self) -> Callable[[Any, Array], Array]:
-        """`(params, tokens [B, T]) -> float32 [B, T, V]`: every rank computes all of it, for any B."""
+        """`(params, tokens [B, T]) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
+
+        With sequence parallelism T is a multiple of the tensor axis.
+        """
         mapped = jax.shard_map(
             self._logits,
             mesh=self.mesh,
@@ -223,8 +227,6 @@ def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> 
     fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, platform) and not dropout
     if fits and architecture.attention_implementation == "auto":
         architecture = dataclasses.replace(architecture, attention_implementation="cudnn")
-    model = functions(architecture)
+    model = functions(architecture, tensor_parallel(mesh, sequence=config.model.sequence_parallel))
     learning_rate = schedule(config)
-    return Program(
-        config, mesh, model, make_layout(config, mesh, model.abstract, model.decay, learning_rate), learning_rate
-    )
+    return Program(config, mesh, model, make_layout(config, mesh, model, learning_rate), learning_rate)

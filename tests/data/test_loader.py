@@ -137,7 +137,7 @@ def test_a_worker_outlives_signals_to_the_group_but_not_its_parent(prefixes):
     parent = subprocess.Popen([sys.executable, "-c", code, prefixes[0]], stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     parent.kill()
-    parent.wait()
+    parent.communicate()
     deadline = time.monotonic() + 10
     while is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -75,6 +75,15 @@ def test_a_position_has_its_mask_however_long_the_sequence():
     np.testing.assert_array_equal(features(samples, shape=(4, D)), features(samples)[:, :4])
 
 
+def test_a_part_of_the_sequence_or_of_the_heads_has_its_part_of_the_mask():
+    dropout = Dropout(KEY, jnp.arange(2, dtype=jnp.int32))
+    for first in (jnp.int32(2), 4):
+        part = jax.jit(lambda x, f: drop_features(x, 0.25, dropout, Site.MLP_OUT, 0, f))(jnp.ones((2, 2, D)), first)
+        np.testing.assert_array_equal(part, features(dropout.samples)[:, first : first + 2])
+    part = jax.jit(lambda p, f: drop_attention(p, 0.25, dropout, 0, f))(jnp.ones((2, 2, T, 9)), 1)
+    np.testing.assert_array_equal(part, weights(dropout.samples)[:, 1:])
+
+
 @BOTH
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_keep_rate_and_scale(masks, rate):

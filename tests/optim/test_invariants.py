@@ -154,6 +154,27 @@ def test_the_step_needs_no_full_size_temporary():
     assert memory.alias_size_in_bytes >= 2 * 4 * size // 8  # the donated state is written in place
 
 
+@pytest.mark.parametrize("form", ["update", "step"])
+def test_on_one_device_a_step_writes_in_place(form):
+    """No collective, no copy, no temporary: results in the order of the donated arguments."""
+    m = mesh(data=1)
+    params = {
+        "w": jax.ShapeDtypeStruct((3, 2**18), jnp.float32),
+        "odd": jax.ShapeDtypeStruct((2**18 + 1,), jnp.float32),
+    }
+    tx = adam(m)
+
+    def step(params, state, grads):
+        if form == "step":
+            return tx.step(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**12
+    assert not [kind for kind in ("all-gather", "all-reduce", "reduce-scatter", " copy(") if kind in compiled.as_text()]
+
+
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 

@@ -40,13 +40,27 @@ CASES = [  # mesh, shape, spec, stacked -> split, shape of all shards, their spe
     (DATA2, (8, 6), P("data"), 0, 0, (8, 6), P("data"), (4, 6)),
     (DATA2, (8, 4), P(None, ("data", "tensor")), 0, 1, (8, 4), P(None, ("data", "tensor")), (8, 1)),
 ]
+SHARED = [  # the same with `share`
+    (DATA2, (8,), P("tensor"), 0, 0, (8,), P(("tensor", "data")), (2,)),
+    (DATA2, (3, 8), P(None, "tensor"), 1, 1, (3, 8), P(None, ("tensor", "data")), (3, 2)),
+    (DATA2, (8, 6), P("tensor"), 0, 1, (8, 6), P("tensor", "data"), (4, 3)),  # a dimension of its own comes first
+    (DATA2, (6,), P("tensor"), 0, None, (8,), P(("data", "tensor")), (2,)),  # 3 on a rank: data does not divide it
+]
 CUT = ("sizes", "shape", "spec", "stacked", "split", "whole", "shard_spec", "local")
 
 
-def planned(sizes, shape, spec, stacked, dtype=jnp.float32):
+def planned(sizes, shape, spec, stacked, dtype=jnp.float32, **options):
     m = mesh(**sizes)
     array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(m, spec))
-    return make_plan({"x": array}, m, axis="data", stacked=lambda path: stacked).leaves[0]
+    return make_plan({"x": array}, m, axis="data", stacked=lambda path: stacked, **options).leaves[0]
+
+
+@pytest.mark.parametrize(CUT, SHARED)
+def test_a_dimension_that_other_axes_split_too(sizes, shape, spec, stacked, split, whole, shard_spec, local):
+    leaf = planned(sizes, shape, spec, stacked, share=True)
+    assert (leaf.split, leaf.shard_shape, leaf.shard_spec, leaf.shard_local_shape) == (split, whole, shard_spec, local)
+    assert leaf.shares_split_dimension == (split is not None and shard_spec[split] == ("tensor", "data"))
+    assert NamedSharding(mesh(**sizes), leaf.shard_spec).shard_shape(leaf.shard_shape) == local
 
 
 @pytest.mark.parametrize(CUT, CASES)

@@ -147,7 +147,7 @@ def test_the_update_of_a_users_step_reads_and_writes_the_least_possible(form):
 
 @pytest.mark.parametrize("form", ["update", "step"])
 def test_what_the_order_of_results_costs(form):
-    """Where parameters come first in a step's results XLA copies some arrays of state; none where the state does."""
+    """In the order of the donated arguments (state, parameters) they cost nothing, in the other one some copies."""
     first, _, count = own_step(form, state_first=True)
     last, _, _ = own_step(form, state_first=False)
     assert traffic.copies(hlo.parse(first)) / count <= 0.01

@@ -6,6 +6,10 @@ import collections
 import math
 import re
 
+import numpy as np
+
+Groups = frozenset[tuple[int, ...]]
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?\((.*?)\), "
@@ -17,8 +21,16 @@ _WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, 
 
 def collective_bytes(text: str) -> collections.Counter[str]:
     """Total bytes per kind in one run of the module: of the full arrays (a gather's results, a scatter's operands)."""
-    bodies, entry = _computations(text)
     totals: collections.Counter[str] = collections.Counter()
+    for (kind, _), size in collective_bytes_by_groups(text).items():
+        totals[kind] += size
+    return totals
+
+
+def collective_bytes_by_groups(text: str) -> collections.Counter[tuple[str, Groups]]:
+    """The same, per kind and groups of devices."""
+    bodies, entry = _computations(text)
+    totals: collections.Counter[tuple[str, Groups]] = collections.Counter()
     shapes = {m[1]: m[2] for m in re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\S.*?) [\w\-]+\(", text, re.M)}
 
     def visit(name: str, times: int) -> None:
@@ -26,7 +38,7 @@ def collective_bytes(text: str) -> collections.Counter[str]:
             found = _COLLECTIVE.search(line)
             if found:
                 result, kind, _, operands = found.groups()
-                totals[kind] += times * _full_bytes(result, kind, operands, shapes)
+                totals[kind, _groups(line)] += times * _full_bytes(result, kind, operands, shapes)
                 continue
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for callee in set(_CALLS.findall(line)):
@@ -38,6 +50,17 @@ def collective_bytes(text: str) -> collections.Counter[str]:
 
     visit(entry, 1)
     return totals
+
+
+def _groups(line: str) -> Groups:
+    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
+    if listed:
+        return frozenset(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert counted, f"a collective without groups: {line[:200]}"
+    shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in counted.groups())
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return frozenset(map(tuple, (ids.transpose(order) if order else ids).reshape(shape).tolist()))
 
 
 def loop_bodies(text: str) -> list[list[str]]:

@@ -80,10 +80,10 @@ def _describe(op, kind, mesh) -> Collective:
     operand, result = op.operands[0].type, op.results[0].type
     whole = result if kind == "all-gather" else operand
     width = {"i1": 1, "i8": 1, "ui8": 1, "bf16": 2, "f16": 2, "f32": 4, "i32": 4, "ui32": 4}[str(whole.element_type)]
-    return Collective(kind, _axes(groups, mesh), str(whole.element_type), math.prod(whole.shape) * width)
+    return Collective(kind, axes_of(groups, mesh), str(whole.element_type), math.prod(whole.shape) * width)
 
 
-def _axes(groups, mesh) -> tuple[str, ...]:
+def axes_of(groups, mesh) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ, and that the groups are exactly those."""
     ids = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     wanted = {tuple(sorted(int(i) for i in group)) for group in groups}

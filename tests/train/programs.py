@@ -21,15 +21,15 @@ T, VOCABULARY, BATCH = 16, 61, 16
 def config(devices: int = 8, policy: str = "replicated", micro_batches: int = 1, **changes) -> Config:
     """A run of a 3-layer GPT whose biases (24, 72, 96 wide) and vocabulary (61) do not all divide by 8."""
     precision, optim = changes.pop("precision", 32), changes.pop("optim", {})
+    clip, samples = changes.pop("clip", 1.0), BATCH * changes.get("tensor_model_parallel_size", 1)
     model = {
-        "global_batch_size": BATCH, "micro_batch_size": BATCH // (micro_batches * devices), "encoder_seq_length": T,
+        "global_batch_size": BATCH, "micro_batch_size": samples // (micro_batches * devices), "encoder_seq_length": T,
         "num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
         "make_vocab_size_divisible_by": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     } | changes  # fmt: skip
     optim = {"lr": 2e-3, "policy": policy, "sched": Sched(warmup_steps=2)} | optim
-    return Config(
-        trainer=Trainer(devices=devices, precision=precision, max_steps=20), model=Model(**model, optim=Optim(**optim))
-    )
+    trainer = Trainer(devices=devices, precision=precision, max_steps=20, gradient_clip_val=clip)
+    return Config(trainer=trainer, model=Model(**model, optim=Optim(**optim)))
 
 
 def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
@@ -57,18 +57,22 @@ def train(prog: Program, steps: int, state=None):
 
 def whole(prog: Program, params):
     """The stored parameters as whole NumPy arrays."""
-    layout = prog.layout
+    return from_shards(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
 
-    def gather(params):
-        if not layout.sharded:
-            return params
-        flat = zip(jax.tree.leaves(params), layout.plan.leaves, strict=True)
-        return layout.plan.unflatten([collectives.gather(x, leaf, to="invarying") for x, leaf in flat])
 
-    mapped = jax.shard_map(
-        gather, mesh=prog.mesh, in_specs=(prog.specs.params,), out_specs=jax.sharding.PartitionSpec()
+def from_shards(prog: Program, shards):
+    """A tree of the parameters' shards (parameters of a policy that keeps shards, moments) as whole NumPy arrays."""
+    plan = prog.layout.plan
+
+    def gather(shards):
+        flat = zip(jax.tree.leaves(shards), plan.leaves, strict=True)
+        return plan.unflatten([collectives.gather(x, leaf, to="invarying") for x, leaf in flat])
+
+    stored, full = (
+        plan.unflatten([getattr(leaf, spec) for leaf in plan.leaves]) for spec in ("shard_spec", "param_spec")
     )
-    return jax.tree.map(np.asarray, jax.jit(mapped)(params))
+    mapped = jax.shard_map(gather, mesh=prog.mesh, in_specs=(stored,), out_specs=full)
+    return jax.tree.map(np.asarray, jax.jit(mapped)(shards))
 
 
 def reference(conf: Config, steps: int):

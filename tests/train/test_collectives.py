@@ -1,5 +1,6 @@
 """Predicted = found: what the step communicates, in the program handed to XLA and in the one compiled for 8 H100s."""
 
+import collections
 import dataclasses
 
 import jax
@@ -11,6 +12,7 @@ from jzero import make_mesh
 from jzero.plan import targets
 from jzero.train.step import build_program
 
+TENSOR = {"tensor_model_parallel_size": 2}
 LAYOUTS = [
     config(8),
     config(8, "gather_on_forward"),
@@ -26,14 +28,24 @@ LAYOUTS = [
     config(4, "gather_on_forward", 4, grad_accumulation="sharded"),
     config(4, "gather_twice", 4, grad_accumulation="sharded"),
     config(4, "gather_twice", 2, activations_checkpoint_granularity="full"),
+    config(8, **TENSOR),
+    config(8, "gather_twice", **TENSOR, sequence_parallel=True),
+    config(8, "gather_on_forward", 2, precision="bf16", **TENSOR, sequence_parallel=True),
+    config(8, "gather_twice", 2, **TENSOR, sequence_parallel=True, activations_checkpoint_granularity="full"),
+    config(8, "gather_on_forward", 2, **TENSOR, activations_checkpoint_granularity="selective"),
+    config(8, "gather_on_forward", **TENSOR, sequence_parallel=True, replica_parallel_size=2),
+    config(8, "replicated", 2, **TENSOR, sequence_parallel=True, grad_accumulation="sharded"),
+    config(8, **TENSOR, sequence_parallel=True, optim={"name": "fused_adam"}),
 ]
 
 
 def name(conf):
     model = conf.model
     accumulation = f"{conf.num_micro_batches} {model.grad_accumulation}"
+    tensor = f"tensor{model.tensor_model_parallel_size}{'-sequence' * model.sequence_parallel}"
     return (
-        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{conf.trainer.precision}"
+        f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}"
+        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}"
     )
 
 
@@ -48,7 +60,8 @@ def test_the_lowered_step_has_exactly_the_predicted_collectives(conf):
     expected = predicted.step_collectives(prog)
     assert {c: n for c, n in found.items() if c.axes} == expected
     if conf.zero and conf.model.replica_parallel_size == 1:
-        assert predicted.totals(expected)["all-reduce"] <= 64 * 1024
+        scalars = {c: n for c, n in expected.items() if "data" in c.axes}
+        assert predicted.totals(scalars)["all-reduce"] <= 64 * 1024
 
 
 @pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
@@ -87,6 +100,32 @@ def test_the_module_compiled_for_h100_moves_the_predicted_bytes(conf):
     expected = predicted.totals(predicted.step_collectives(prog))
     assert dict(found) == dict(expected)
     assert found["all-reduce"] <= 64 * 1024
+
+
+@gpu
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    "conf",
+    [
+        config(8, "gather_twice", precision="bf16", **TENSOR, sequence_parallel=True),
+        pytest.param(config(8, "gather_on_forward", **TENSOR), marks=pytest.mark.slow),
+        pytest.param(
+            config(8, "gather_on_forward", 2, **TENSOR, sequence_parallel=True, replica_parallel_size=2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=name,
+)
+def test_a_layer_on_h100s_has_megatrons_collectives_and_no_weight_crosses_the_tensor_axis(conf):
+    """The prediction's bytes per axis: 2 + 2 (+ 2) per layer and direction, and weights split by tensor over data."""
+    prog = for_h100(conf)
+    text = lowered(prog).compile().as_text()
+    assert "all-to-all" not in text
+    found = collections.Counter()
+    for (kind, groups), size in hlo.collective_bytes_by_groups(text).items():
+        found[kind, stablehlo.axes_of(groups, prog.mesh)] += size
+    expected = predicted.by_axes(predicted.step_collectives(prog))
+    assert found == expected - predicted.found_again(prog)
 
 
 @gpu

@@ -299,7 +299,15 @@ def test_mesh_shape_divides_by_every_other_axis():
     )
     assert config.mesh_shape == {"pipeline": 2, "replica": 2, "data": 2, "tensor": 4}
     assert config.num_micro_batches == 4
-    assert [config.padded_vocab_size(v) for v in (1, 512, 513, 50257)] == [512, 512, 1024, 50688]
+    assert [config.padded_vocab_size(v) for v in (1, 512, 513, 50257)] == [128, 512, 640, 50304]
+
+
+def test_the_padded_vocabulary_is_the_same_on_every_mesh_that_divides_it():
+    size = lambda tensor, unit: Config(
+        model=Model(tensor_model_parallel_size=tensor, make_vocab_size_divisible_by=unit)
+    ).padded_vocab_size(50257)
+    assert {size(tensor, 128) for tensor in (1, 2, 4, 8)} == {50304}
+    assert (size(3, 128), size(2, 1), size(4, 6)) == (50304, 50258, 50268)
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,44 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
         ),
         (["trainer.devices=-1"], None, "trainer.devices: -1 stands for all devices, but none are known here"),
         (
-            ["model.tensor_model_parallel_size=2"],
+            ["model.tensor_model_parallel_size=8", "trainer.devices=8"],
             8,
-            "model.tensor_model_parallel_size: 2 is not supported by this version; set it to 1",
+            "model.num_attention_heads: expected a multiple of tensor_model_parallel_size 8, found 12",
+        ),
+        (
+            ["model.tensor_model_parallel_size=4", "trainer.devices=4", "model.num_query_groups=6"],
+            4,
+            "model.num_query_groups: expected a multiple of tensor_model_parallel_size 4, found 6",
+        ),
+        (
+            ["model.tensor_model_parallel_size=4", "trainer.devices=4", "model.ffn_hidden_size=1026"],
+            4,
+            "model.ffn_hidden_size: expected a multiple of tensor_model_parallel_size 4, found 1026",
+        ),
+        (
+            ["model.tensor_model_parallel_size=2", "trainer.devices=3"],
+            3,
+            "trainer.devices × trainer.num_nodes = 3 is not divisible by model.tensor_model_parallel_size 2",
+        ),
+        (
+            [
+                "model.tensor_model_parallel_size=4",
+                "trainer.devices=4",
+                "model.sequence_parallel=true",
+                "model.encoder_seq_length=514",
+            ],
+            4,
+            "model.encoder_seq_length: 514 is not divisible by model.tensor_model_parallel_size 4, as "
+            "model.sequence_parallel needs; nearest valid: 512 or 516",
         ),
         (["model.pipeline_model_parallel_size=2"], 8, "model.pipeline_model_parallel_size: 2 is not supported"),
         (["model.virtual_pipeline_model_parallel_size=2"], 8, "2 is not supported by this version; set it to null"),
-        (["model.sequence_parallel=true"], 8, "model.sequence_parallel: true is not supported by this version"),
+        (
+            ["model.sequence_parallel=true"],
+            8,
+            "model.sequence_parallel: true splits the sequence over the tensor ranks, but "
+            "model.tensor_model_parallel_size is 1; set it to false",
+        ),
         (
             ["model.hidden_size=770"],
             1,

@@ -37,6 +37,23 @@ def test_lowers_with_the_predicted_collectives(name):
     assert predicted.totals(expected)["all-reduce"] <= 64 * 1024
 
 
+@pytest.mark.parametrize(("name", "tensor"), [("gpt3_1.3b", 2), ("gpt3_175b", 8)])
+def test_tensor_ranks_share_what_crosses_the_data_axis(name, tensor):
+    """Per gradient reduction: (blocks + embedding + head) / tensor, in float32; norms and last biases whole."""
+    prog = program(name, f"model.tensor_model_parallel_size={tensor}", "model.sequence_parallel=true")
+    lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
+    found = stablehlo.collectives(lowered, prog.mesh)
+    expected = predicted.step_collectives(prog)
+    assert {c: n for c, n in found.items() if c.axes} == expected
+    matrices = sum(leaf.size for path, leaf in predicted.leaves(prog.model.abstract) if path[-1] in ("weight", "token"))
+    m, reductions = prog.config.model, 1
+    if m.grad_accumulation == "sharded":
+        reductions = prog.config.num_micro_batches
+    scattered = predicted.by_axes(found)["reduce-scatter", ("data",)] / reductions
+    small = m.num_layers * 15 * m.hidden_size + m.encoder_seq_length * m.hidden_size + 2 * m.hidden_size
+    assert 0 <= scattered - 4 * matrices / tensor <= 4 * small
+
+
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
 @pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
 def test_bytes_per_device_are_the_formula(name, policy):

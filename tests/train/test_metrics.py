@@ -94,6 +94,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
             metrics.write({"step": 2, "loss": 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        metrics.close()
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
 

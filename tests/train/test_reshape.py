@@ -189,3 +189,36 @@ def test_forms_of_a_parameter(shape, expected):
     _, _, plan = setup(1)
     leaf = next(leaf for leaf in plan.leaves if leaf.path == "['blocks']['w']")
     assert is_form(shape, leaf) is expected
+
+
+def test_a_state_that_lies_in_the_order_of_its_mesh_stays_on_it(tmp_path):
+    """[6] over tensor 2, flattened over data 4: two shards of a padded [4] each, as many numbers as [8] over data 8."""
+    P = jax.sharding.PartitionSpec
+
+    def on(data: int, tensor: int):
+        mesh = make_mesh(data=data, tensor=tensor, devices=jax.devices()[: data * tensor])
+        spec = P("tensor") if tensor > 1 else P()
+        place = lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
+        )
+        params = {"b": place((6,), spec)}
+        tx = jzero.distributed_fused_adam(1e-2, mesh=mesh, param_specs={"b": spec}, gradients="reduced")
+        plan = make_plan(params, mesh, axis="data", param_specs={"b": spec}, share=True)
+        return State(place((), P()), params, tx.init(params)), plan
+
+    abstract, plan = on(4, 2)
+    assert plan.leaves[0].shares_flat_dimension
+    state = jax.tree.map(
+        lambda x: jax.device_put(np.arange(x.size, dtype=x.dtype).reshape(x.shape), x.sharding), abstract
+    )
+    checkpoints = Checkpoints(tmp_path, plan=plan)
+    checkpoints.save(0, state, {})
+    restored, _ = checkpoints.restore(abstract)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    checkpoints.close()
+    for data, tensor in ((8, 1), (2, 2), (1, 2)):
+        abstract, plan = on(data, tensor)
+        checkpoints = Checkpoints(tmp_path, plan=plan)
+        with pytest.raises(JzeroError, match="b is flattened over data 4 inside of 2 parts, expected"):
+            checkpoints.restore(abstract)
+        checkpoints.close()
