@@ -86,3 +86,40 @@ def test_a_gpu_without_fp8_multiplies_the_same_values_in_bfloat16():
 )
 def test_block_scaling_is_one_kernel_where_the_gpu_has_it(target, name):
     assert [call[2] for call in calls(module(BlockScaling(), target=target))] == [name] * 3
+
+
+def test_fp8_parameters_are_gathered_as_bytes_and_all_amaxes_reduced_at_once():
+    """A scan over layers whose FP8 weights are shards, differentiated by JAX, for 8 GPUs."""
+    mesh = jzero.make_mesh(data=8, devices=targets.devices("h100-sxm-80gb", 8))
+    layers, width, inner, recipe = 4, 512, 1024, DelayedScaling()
+
+    def whole(shard):
+        value = jax.lax.all_gather(shard.value, "data", axis=0, tiled=True)
+        return Quantised(value, jax.lax.pcast(shard.scale, ("data",), to="varying"))
+
+    def layer(x, each):
+        up, down, scales = each
+        hidden = jax.nn.gelu(fp8.dot(x, whole(up), scales[0], recipe=recipe))
+        return x + fp8.dot(hidden, whole(down), scales[1], recipe=recipe), None
+
+    def gradients(weights, scales, x):
+        body = jax.checkpoint(layer, prevent_cse=False)
+        loss = lambda w, s: jnp.mean(jax.lax.scan(body, x, (*w, s))[0].astype(jnp.float32) ** 2)
+        value, vjp = jax.vjp(loss, weights, jax.lax.pcast(scales, ("data",), to="varying"))
+        dw, amaxes = vjp(jnp.ones_like(value))
+        return [each.value for each in dw], jax.lax.pmax(amaxes, "data")
+
+    place = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    leaf = lambda *shape: Quantised(place(shape, jnp.float8_e4m3fn, None, "data"), place(shape[:1], jnp.float32))
+    weights = [leaf(layers, width, inner), leaf(layers, inner, width)]
+    args = weights, place((layers, 2, 3), jnp.float32), place((16, 256, width), jnp.bfloat16, "data")
+    in_specs = ([Quantised(P(None, "data"), P())] * 2, P(), P("data"))
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=in_specs, out_specs=([P(None, "data")] * 2, P()))
+    options = {"xla_gpu_enable_triton_gemm": False}
+    text = jax.jit(mapped, compiler_options=options).lower(*args).compile().as_text()
+    lines = lambda kind: re.findall(rf" = (.*?) {kind}(?:-start)?\(", text)
+    assert {call[2] for call in calls(text)} == {MATMUL}
+    assert lines("all-gather")
+    assert all(set(re.findall(r"(\w+)\[", line)) == {E4M3} for line in lines("all-gather"))
+    assert all("bf16" in line for line in lines("reduce-scatter"))
+    assert [line[:9] for line in lines("all-reduce")] == ["f32[4,2,3"]
