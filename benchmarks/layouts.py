@@ -134,6 +134,7 @@ class Side:
             "zero": zero,
             "steps_per_s": 1 / statistics.median(self.times[WARM:]),
             "train_loss": self.losses[-1],
+            "train_losses": self.losses,
             "val_loss": self.evaluate(held_out),
             "parameters_mib": bytes_per_device(self.state.params) / MIB,
             "state_mib": bytes_per_device(self.state.opt) / MIB,
