@@ -30,7 +30,7 @@ from jzero.errors import JzeroError
 from jzero.optim.partition import Plan
 from jzero.train.devices import on_every_host, together
 from jzero.train.files import disk_errors
-from jzero.train.identity import check_same
+from jzero.train.identity import check_same, same_meaning
 from jzero.train.orbax_io import Keep, best_first, join_threads, no_echo, reading
 from jzero.train.record import Record, UnreadableError, compare_bits, leaves, seal, unseal
 from jzero.train.reshape import check_orders, orders, parameters, readable, to_wanted
@@ -119,7 +119,7 @@ class Checkpoints:
         self.wait()
         trees = split(state)
         self._losses[step] = val_loss if val_loss is not None and math.isfinite(val_loss) else None
-        own = {"step": step, "candidate": self._losses[step], "orders": orders(self._leaves)}
+        own = {"step": step, "candidate": self._losses[step], "orders": orders(trees, self._leaves)}
         full = seal({**record, **own}, trees)
         self._threads_before = set(threading.enumerate())
         with self._cleaned_up():
@@ -216,8 +216,8 @@ class Checkpoints:
         record = self._together(lambda: self._record(step))
         saved = leaves(record)
         reads = readable(wanted, saved, self._leaves)
-        if self._leaves:
-            check_orders(record["orders"], orders(self._leaves))
+        if self._leaves and same_meaning(record, model):
+            check_orders(record.get("orders", {}), wanted, self._leaves)
         check_same(self.folder / str(step), reads, saved, record, model)
         load = lambda: self._orbax.load_checkpointables(step, reads)
         loaded = self._together(lambda: reading(load, f"its {' or '.join(sorted(reads, reverse=True))}"))

@@ -55,6 +55,12 @@ def check_same(folder: Path, expected: Any, found: Any, record: Record, now: Rec
         )
 
 
+def same_meaning(record: Record, now: Record | None) -> bool:
+    """Whether a checkpoint is of the model that is asked for, as far as the configurations tell."""
+    saved = record.get("model") or {}
+    return not any(key.rpartition(".")[2] in _MEANING for key in changed_keys(saved, now or saved))
+
+
 def changed_keys(saved: Record, now: Record) -> list[str]:
     """The dotted keys whose values differ between two nested records.
 

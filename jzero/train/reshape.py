@@ -46,33 +46,52 @@ def parameter_of(name: str, leaves: Leaves) -> Leaf | None:
     return None
 
 
-def orders(leaves: Leaves) -> dict[str, str]:
-    """How the numbers of a state lie where that depends on the mesh but may not show in its shape: by parameter.
+def orders(trees: Any, leaves: Leaves) -> dict[str, str]:
+    """How the numbers of arrays lie where that depends on the mesh but may not show in the shape: by name.
 
-    That is where other axes than data split a layer's parameter that is flattened besides. Such a state is at home on
-    its mesh. (Axes that split the stack of layers change no order.)
+    That is where other axes than data split a layer's parameter, and its shards are flattened besides. Such an array is
+    at home on its mesh. (Axes that split the stack of layers change no order, and what is whole has the model's.)
+
+    Args:
+        trees: nested dicts of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+        leaves: the parameters of the model.
     """
-    parts = lambda leaf: math.prod(leaf.others[leaf.stacked :])
-    return {
-        name: f"flattened over data {leaf.ranks} inside of {parts(leaf)} parts"
-        for name, leaf in leaves.items()
-        if leaf.split is None and parts(leaf) > 1
-    }
+    found = {}
+    for name, x in named(trees):
+        leaf = parameter_of(_scaled_part(name, leaves)[0], leaves)
+        if leaf is None or leaf.split is not None or not _over(x, leaf.axis):
+            continue
+        parts = math.prod(leaf.others[leaf.stacked :])
+        if parts > 1:
+            found[name] = f"flattened over data {leaf.ranks} inside of {parts} parts"
+    return found
 
 
-def check_orders(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises where a state would come back with its numbers in another order.
+def check_orders(saved: Mapping[str, str], wanted: Any, leaves: Leaves) -> None:
+    """Raises where what is wanted would come back with its numbers in another order.
+
+    Args:
+        saved: what `orders` gave when it was saved.
+        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings.
+        leaves: the parameters of the model, on the mesh now.
 
     Raises:
-        JzeroError: names the first such parameter.
+        JzeroError: names the first such array.
     """
-    for name in sorted({*saved, *now}):
+    now = orders(wanted, leaves)
+    for name in sorted(name for name, _ in named(wanted)):
         if saved.get(name) != now.get(name):
             found, expected = saved.get(name, "whole"), now.get(name, "whole")
             raise JzeroError(
-                f"checkpoint: {name} is {found}, expected {expected}: no dimension of it divides evenly, so its state "
-                "cannot move to another number of data, tensor or pipeline ranks; train on the mesh it was saved on"
+                f"checkpoint: {name} is {found}, expected {expected}: no dimension of it divides evenly, so it cannot "
+                "move to another number of data or tensor ranks; use the mesh it was saved on"
             )
+
+
+def _over(x: Any, axis: str | None) -> bool:
+    """Whether an array is split over a mesh axis."""
+    spec = getattr(x.sharding, "spec", ())
+    return any(axis in ((names,) if isinstance(names, str) else names or ()) for names in spec)
 
 
 def is_form(shape: tuple[int, ...], leaf: Leaf) -> bool:
