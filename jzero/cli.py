@@ -172,11 +172,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
-    # without a default, argparse would call them required
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
-
-
 def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan = commands.add_parser(
         "plan", help="what GPUs would do with a configuration: time, memory, overlap; needs no GPU"

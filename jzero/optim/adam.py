@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from jzero.optim.zero import ZeroTransformation, zero
 
+_APEX_NAMES = {"lr": "learning_rate", "betas": "b1 and b2", "params": "the argument of init"}
+
 
 def distributed_fused_adam(
     learning_rate: optax.ScalarOrSchedule,
@@ -68,6 +70,9 @@ def distributed_fused_adam(
         decay, rate = optax.add_decayed_weights(weight_decay, chosen), optax.scale_by_learning_rate(learning_rate)
         return optax.chain(moments, decay, rate) if adam_w_mode else optax.chain(decay, moments, rate)
 
+    for name, instead in _APEX_NAMES.items():
+        if name in options:
+            raise TypeError(f"distributed_fused_adam: unexpected option {name!r}; here it is {instead}")
     return zero(inner, mesh=mesh, **options)
 
 

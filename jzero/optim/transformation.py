@@ -62,7 +62,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return partition_report(state, self.core.storage, self.core.slots(state.plan))
 
     def check_masters(self, params: Any, state: ZeroState) -> None:
-        """Raise if parameters are no longer what their float32 masters round to; outside of `jit`.
+        """Raise if parameters are no longer what their masters round to; outside of `jit`.
+
+        Masters of float32 or scaled float16, that is; a 16-bit remainder has no value of its own to compare with.
 
         Something changed updates or parameters after `zero`, a later member of the chain or an edit between steps, and
         the next step would silently undo it. `update` checks by itself outside of `jit`; a compiled step cannot raise.

@@ -35,6 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
     with contextlib.suppress(RuntimeError):  # JAX is in use already: leave it
         if not jax.config.jax_platforms:  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")  # a GPU of this machine is not touched
+    for path in (arguments.json, arguments.hlo, arguments.write):  # before minutes of compiling
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise JzeroError(f"{path}: expected a file in a folder that exists, found none; make the folder first")
     config = load_config(arguments.config, arguments.overrides)
     if arguments.layout:
         if other := next(

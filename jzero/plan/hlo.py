@@ -173,13 +173,6 @@ class Module:
         found = re.search(r"num_partitions=(\d+)", self.header)
         return int(found[1]) if found else 1
 
-    @functools.cached_property
-    def aliases(self) -> dict[tuple[int, ...], int]:
-        """Outputs that overwrite an argument: index in the root's tuple -> the parameter's number."""
-        text = re.search(r"input_output_alias=\{ (.*?) \}, ", self.header)
-        pairs = re.findall(r"\{([\d, ]*)\}: \((\d+),", text[1]) if text else []
-        return {tuple(int(i) for i in output.split(",") if i.strip()): int(number) for output, number in pairs}
-
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that an instruction calls."""
         return [self.computations[name] for name in instruction.callees if name in self.computations]

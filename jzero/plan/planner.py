@@ -154,6 +154,9 @@ def described(
 def on_devices(config: Config, devices: int | None, hosts: int | None) -> Config:
     """The configuration on this many GPUs of this many machines, validated."""
     trainer = config.trainer
+    for name, given in (("devices", devices), ("hosts", hosts)):
+        if given is not None and given < 1:
+            raise JzeroError(f"plan: --{name}: expected at least 1, found {given}")
     hosts = hosts or trainer.num_nodes
     if devices is None and trainer.devices == -1:
         raise JzeroError("plan: trainer.devices is -1, all that there are; say how many with --devices")

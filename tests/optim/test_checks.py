@@ -38,6 +38,11 @@ def test_a_function_that_was_not_called(inner):
         jzero.zero(inner, mesh=mesh(data=8))
 
 
+def test_apex_names_lead_to_optax_ones(pr):
+    with pytest.raises(TypeError, match=r"^distributed_fused_adam: unexpected option 'betas'; here it is b1 and b2"):
+        jzero.distributed_fused_adam(1e-3, mesh=pr.mesh, betas=(0.9, 0.95))
+
+
 def test_what_is_no_transformation(pr):
     with pytest.raises(ValueError, match=r"expected an optax transformation such as optax\.adamw\(1e-3\), found float"):
         jzero.zero(1e-3, mesh=pr.mesh)

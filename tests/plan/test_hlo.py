@@ -60,7 +60,6 @@ def test_shapes_operands_attributes_and_root():
 def test_the_header_and_the_tables():
     read = parse(TEXT)
     assert read.partitions == 8
-    assert read.aliases == {(0,): 0, (1, 0): 2}
     assert [frame.function for frame in read.frames(read.entry.by_name["f"])] == ["Block.__call__", "step"]
     assert read.frames(read.entry.by_name["f"])[0].line == 20
     assert read.frames(read.entry.by_name["x"]) == []
