@@ -235,12 +235,13 @@ def _vary(x: Array, axes: frozenset[str]) -> Array:
 
 
 def _forward_blocks(x: Array, w: Weight, scales: Array, options: Options) -> tuple[Array, Residuals]:
-    rows, columns, inner = _sizes(x.shape, w.shape, options.contract)  # type: ignore[union-attr]  `_options` looked
+    assert not isinstance(w, Quantised)  # refused by `_options`
+    rows, columns, inner = _sizes(x.shape, w.shape, options.contract)
     dtypes = options.recipe.dtypes
-    flat_x, flat_w = x.reshape(rows, inner), w.reshape(inner, columns)  # type: ignore[union-attr]
+    flat_x, flat_w = x.reshape(rows, inner), w.reshape(inner, columns)
     y = blocks.matmul(blocks.quantise(flat_x, dtypes[0]), blocks.quantise(flat_w.T, dtypes[1]), options.dtypes[0])
     across = blocks.quantise(flat_x.T, dtypes[0])  # for dw, whose contraction is over the batch
-    shape = x.shape[: x.ndim - options.contract] + w.shape[options.contract :]  # type: ignore[union-attr]
+    shape = x.shape[: x.ndim - options.contract] + w.shape[options.contract :]
     return y.reshape(shape), Residuals(across, w, scales, jnp.stack([amax(x), amax(w)]))  # type: ignore[arg-type]
 
 
