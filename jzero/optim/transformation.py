@@ -27,6 +27,8 @@ class ZeroState:
     rounding: Any = dataclasses.field(default_factory=optax.MaskedNode)
     # GuardState: steps skipped, and the loss scale; MaskedNode where no step is ever skipped
     guard: Any = dataclasses.field(default_factory=optax.MaskedNode)
+    # DelayedState of the FP8 parameters: the next scale and the history of each; MaskedNode without
+    fp8: Any = dataclasses.field(default_factory=optax.MaskedNode)
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -37,7 +39,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
         """One whole step: `(grads, state, params) -> (new params, new state)`.
 
-        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between.
+        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between. The
+        only form for FP8 parameters, to which nothing can be added.
         """
         return self.core.run(grads, state, params, extra, direct=True)
 
@@ -98,7 +101,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Args:
             shards: float32 mean-gradient shards, in the plan's order.
             state: this rank's part of the state.
-            params: this rank's shards of the parameters, in the plan's order.
+            params: this rank's shards of the parameters, in the plan's order; an FP8 one is one `Quantised`.
             norm: the global norm of `shards`, where the caller has taken it; None: it is taken here.
             **extra: passed to the inner transformation.
 
