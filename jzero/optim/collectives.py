@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jzero.fp8.numerics import Quantised
-from jzero.optim import regions
+from jzero.optim import precision, regions
 from jzero.optim.partition import Leaf
 
 
@@ -27,7 +27,7 @@ def take(x: Any, leaf: Leaf) -> Any:
     """This rank's shard of a full leaf, in the leaf's dtype. No communication.
 
     Args:
-        x: `leaf.local_shape`, the same on every data rank; or such a `Quantised`.
+        x: `leaf.local_shape`, the same on every data rank; or such a `Quantised`. Where `leaf.resident`, the shard.
         leaf: the plan.
 
     Returns:
@@ -35,6 +35,8 @@ def take(x: Any, leaf: Leaf) -> Any:
     """
     if isinstance(x, Quantised):
         return Quantised(take(x.value, leaf), x.scale)
+    if leaf.resident:
+        return x
     if leaf.axis is None:
         return x.reshape(leaf.shard_local_shape)
     rank = jax.lax.axis_index(leaf.axis)
@@ -132,6 +134,27 @@ def gather(shard: Any, leaf: Leaf, *, dtype: Any = None, to: Literal["varying", 
         lead, size = _lead_and_size(leaf)
         x = x.reshape(*lead, leaf.ranks * leaf.flat_size)[..., :size]
     return x.reshape(leaf.local_shape)
+
+
+def share(new: Any, update: Array, old: Any, leaf: Leaf, wire: Any, *, direct: bool) -> Any:
+    """Phase 3 of one leaf: on every rank the new parameter, or the update that leads to it.
+
+    Args:
+        new: the new parameter's shard.
+        update: the shard of what was added.
+        old: the parameter so far, whole unless it is resident.
+        leaf: the plan.
+        wire: dtype on the wire; an integer one carries bits.
+        direct: whether the parameter is wanted.
+    """
+    if leaf.quantised:
+        return new if leaf.resident else gather(new, leaf, to="invarying")
+    as_update = not direct and wire == old.dtype == jnp.float32  # old + update is what the owner computed, exactly
+    value = update if as_update else precision.to_wire(new, wire)
+    full = value if leaf.resident else gather(value, leaf, to="invarying")
+    if not as_update:
+        full = precision.from_wire(full, old.dtype)
+    return full if as_update or direct else precision.difference(full, old)
 
 
 def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:

@@ -146,7 +146,7 @@ def _sources(
 
     def decode(state: ZeroState, params: list[Any]) -> tuple[list[Array], list[Array]]:
         masters = plan.flatten(state.master, "master")
-        own = [p if leaf.resident else collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+        own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
         whole = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, own, plan.leaves, strict=True)]
         return whole, jax.tree.leaves(core.storage.decode(state.inner, slots))
 

@@ -114,37 +114,51 @@ def over_ranks(own: Mapping[int, Array], plan: Plan) -> dict[int, Array]:
 
 def cast(
     values: Sequence[Array],
-    own: Sequence[Array | None],
+    amaxes: Sequence[Array | None],
     params: Sequence[Any],
     state: Any,
     plan: Plan,
     recipe: PerTensor,
-) -> tuple[dict[int, Quantised], Any]:
-    """New FP8 shards by number of their leaf, and the state of their scales after this step.
+) -> tuple[dict[int, Quantised], dict[int, Array]]:
+    """New FP8 shards, and the magnitudes that `next_state` is to share; both by number of the leaf.
 
     Args:
         values: new float32 shards of all leaves.
-        own: `amaxes` of them.
+        amaxes: of them, on this rank.
         params: the shards so far.
         state: the scales' state.
         plan, recipe: how.
     """
-    chosen = {i: x for i, x in enumerate(own) if x is not None}
-    if not chosen:
-        return {}, state
+    own = {i: x for i, x in enumerate(amaxes) if x is not None}
+    if not own:
+        return {}, {}
+    if isinstance(recipe, DelayedScaling):
+        scales, pending = plan.flatten(state.scale, "state of the FP8 scales"), own
+    else:
+        scales = {i: recipe.scale(x, params[i].scale, LIMIT) for i, x in over_ranks(own, plan).items()}
+        pending = {}
+    return {i: quantise(values[i], scales[i]) for i in own}, pending
+
+
+def next_state(own: Mapping[int, Array], state: Any, plan: Plan, recipe: PerTensor, *, behind: Any) -> Any:
+    """The scales of the next step, from the magnitudes of this one.
+
+    Args:
+        own: this rank's, by number of the leaf.
+        state: the scales' state.
+        plan, recipe: how.
+        behind: the gathered parameters. Left to itself, XLA starts the all-reduce before the gathers, which then wait
+            until the last leaf is updated.
+    """
+    if not own:
+        return state
     with jax.named_scope("zero_amax"):
-        seen = over_ranks(chosen, plan)
-    if not isinstance(recipe, DelayedScaling):
-        scales = {i: recipe.scale(amax, params[i].scale, LIMIT) for i, amax in seen.items()}
-        return {i: quantise(values[i], scales[i]) for i in chosen}, state
-    known = (plan.flatten(tree, "state of the FP8 scales") for tree in (state.scale, state.amax_history))
-    before = {
-        i: DelayedState(scale, history, state.count) for i, (scale, history) in enumerate(zip(*known, strict=True))
-    }
-    after = {i: recipes.update(recipe, before[i], amax, LIMIT) for i, amax in seen.items()}
-    new = {i: quantise(values[i], before[i].scale) for i in chosen}
-    count = state.count + 1
-    return new, make_state(plan, recipe, lambda i: after[i].scale, lambda i: after[i].amax_history, count)
+        seen = over_ranks(collectives.after(behind, dict(own)), plan)
+    each = (plan.flatten(tree, "state of the FP8 scales") for tree in (state.scale, state.amax_history))
+    scales, histories = each
+    before = lambda i: DelayedState(scales[i], histories[i], state.count)
+    after = {i: recipes.update(recipe, before(i), amax, LIMIT) for i, amax in seen.items()}
+    return make_state(plan, recipe, lambda i: after[i].scale, lambda i: after[i].amax_history, state.count + 1)
 
 
 def fresh(values: Sequence[Array], plan: Plan, recipe: PerTensor, given: Mapping[int, Array]) -> list[Any]:

@@ -67,7 +67,7 @@ def _program(core: Any, plan: Plan, kept: tuple[int, ...]) -> Any:
 
 def _difference(core: Any, p: Any, master: Any, leaf: Leaf) -> tuple[Array, Array]:
     """Largest difference and largest magnitude on this rank."""
-    shard = p if leaf.resident else collectives.take(p, leaf)
+    shard = collectives.take(p, leaf)
     own, storage = fp8.float32(shard), core.storage
     value = storage.whole(master, shard, leaf)
     expected = fp8.float32(fp8.quantise(value, shard.scale) if leaf.quantised else storage.sent(value, leaf))

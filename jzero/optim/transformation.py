@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,8 +94,9 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         params: Sequence[Array],
         *,
         norm: Array | None = None,
+        gather: Callable[[list[Any]], Any] = lambda new: new,
         **extra: Any,
-    ) -> tuple[list[Array], ZeroState, Array]:
+    ) -> tuple[Any, ZeroState, Array]:
         """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
 
         Args:
@@ -103,18 +104,22 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             state: this rank's part of the state.
             params: this rank's shards of the parameters, in the plan's order; an FP8 one is one `Quantised`.
             norm: the global norm of `shards`, where the caller has taken it; None: it is taken here.
+            gather: what to do with the new shards as soon as they are there. The reduction of the magnitudes of FP8
+                parameters comes after it, so that no gather waits for it.
             **extra: passed to the inner transformation.
 
         Returns:
-            New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
+            New parameter shards in the parameters' dtype, or what `gather` made of them; new state; and the gradients'
+            global norm before clipping.
         """
         own = self.core.unscaled(shards, state)
         if norm is None:
             unscaled = collectives.global_norm(own, state.plan.leaves)
         else:
             [unscaled] = self.core.unscaled([norm], state)
-        new, _, state = self.core.guarded(own, state, list(params), unscaled, extra, True)
-        return new, state, unscaled
+        then = lambda new, _: gather(new)
+        out, state = self.core.guarded(own, state, list(params), unscaled, extra, then, direct=True)
+        return out, state, unscaled
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.

@@ -32,7 +32,7 @@ from jzero.fp8.recipes import DelayedScaling
 from jzero.optim import chain, checks, collectives, elementwise, fp8, gradients, masters, precision, regions, scales
 from jzero.optim.gradients import KINDS
 from jzero.optim.loss_scale import DynamicLossScale, Guard, make_guard
-from jzero.optim.partition import Leaf, Plan, make_plan
+from jzero.optim.partition import Plan, make_plan
 from jzero.optim.storage import Keys, Slot, StateDtype, Storage, state_specs
 from jzero.optim.transformation import ZeroState, ZeroTransformation
 
@@ -183,8 +183,8 @@ class Zero:
     @functools.cache  # noqa: B019  one entry per plan; the transformation lives as long as the program
     def _init_program(self, plan: Plan, given: bool) -> Callable[[list[Array], list[Array]], ZeroState]:
         def build(params: list[Array], values: list[Array]) -> ZeroState:
-            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            whole = [fp8.float32(_shard(n, leaf)) for n, leaf in zip(values, plan.leaves, strict=True)]
+            own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            whole = [fp8.float32(collectives.take(n, leaf)) for n, leaf in zip(values, plan.leaves, strict=True)]
             inner = self.transformation(plan).init(plan.unflatten(whole))
             state = self.encode(whole, own, inner, plan, self.storage.first_key())
             scaling = fp8.first_state(plan, self.fp8_recipe, own)
@@ -297,10 +297,9 @@ class Zero:
         def phases(values: list[Array], state: ZeroState, params: list[Array], extra: dict[str, Any]):
             shards = self.unscaled(self.scatter(values, plan, kinds, bound), state)
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm or self.guard else None
-            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            new, updates, state = self.guarded(shards, state, own, norm, extra, direct)
-            with jax.named_scope("zero_gather"):
-                return self.gather(new, updates, params, plan, direct), state
+            own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            gather = lambda new, updates: self.gather(new, updates, params, plan, direct)
+            return self.guarded(shards, state, own, norm, extra, gather, direct=direct)
 
         param_specs = [leaf.param_specs for leaf in plan.leaves]
         specs = self.specs(plan)
@@ -323,17 +322,32 @@ class Zero:
         return self.guard.unscale(shards, state.guard) if self.guard else list(shards)
 
     def guarded(
-        self, shards: list[Array], state: ZeroState, params: list[Array], norm: Any, extra: dict[str, Any], direct: bool
-    ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps."""
+        self,
+        shards: list[Array],
+        state: ZeroState,
+        params: list[Any],
+        norm: Any,
+        extra: dict[str, Any],
+        gather: Callable[[list[Any], list[Array]], Any],
+        *,
+        direct: bool,
+    ) -> tuple[Any, ZeroState]:
+        """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps; then phase 3.
+
+        `gather` takes new shards and updates. FP8 parameters get their next scales after it.
+        """
         with jax.named_scope("zero_update"):  # the phases' names in profiles
-            new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
-        after = dataclasses.replace(after, guard=state.guard)
-        if self.guard is None:
-            return new, flat, after
-        finite, still = jnp.isfinite(norm), [jnp.zeros_like(u) for u in flat]
-        new, flat, after = self.guard.keep(finite, (new, flat, after), (list(params), still, state))
-        return new, flat, dataclasses.replace(after, guard=self.guard.next(state.guard, finite))
+            new, flat, after, amaxes = self.update(shards, state, params, norm, extra, direct=direct)
+        after, keep = dataclasses.replace(after, guard=state.guard), lambda new, old: new
+        if self.guard is not None:
+            finite, still = jnp.isfinite(norm), [jnp.zeros_like(u) for u in flat]
+            keep = functools.partial(self.guard.keep, finite)
+            new, flat, after = keep((new, flat, after), (list(params), still, state))
+            after = dataclasses.replace(after, guard=self.guard.next(state.guard, finite))
+        with jax.named_scope("zero_gather"):
+            out = gather(new, flat)
+        scaling = fp8.next_state(amaxes, state.fp8, state.plan, self.fp8_recipe, behind=out)
+        return out, dataclasses.replace(after, fp8=keep(scaling, state.fp8))
 
     def update(
         self,
@@ -344,8 +358,11 @@ class Zero:
         extra: dict[str, Any],
         *,
         direct: bool,
-    ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2: decode, clip, run the inner transformation, encode. Returns new parameters, updates, state."""
+    ) -> tuple[list[Array], list[Array], ZeroState, dict[int, Array]]:
+        """Phase 2: decode, clip, run the inner transformation, encode.
+
+        Returns new parameters, updates, the state but for what `fp8.next_state` makes of the fourth result.
+        """
         plan, tx = state.plan, self.transformation(state.plan)
         if self.clip_norm and norm is not None:
             factor = chain.clip_factor(norm, self.clip_norm)
@@ -362,8 +379,8 @@ class Zero:
         read = scales.Inputs(shards, plan.flatten(state.master, "master"), state.inner, params)
         read, known = scales.measured(compute, read, self.storage, self.slots(plan), plan)
         values, flat, inner = compute(read)
-        own = known.amaxes or fp8.amaxes(values, plan)
-        eight_bit, scaling = fp8.cast(values, own, read.params, state.fp8, plan, self.fp8_recipe)
+        amaxes = known.amaxes or fp8.amaxes(values, plan)
+        eight_bit, pending = fp8.cast(values, amaxes, read.params, state.fp8, plan, self.fp8_recipe)
         keys, first = self.storage.keys(state.rounding, self.mesh.axis_names), len(self.slots(plan))
         pairs = enumerate(zip(values, plan.leaves, strict=True))
         new = [
@@ -372,28 +389,9 @@ class Zero:
         arrived = new if direct else [precision.applied(n, p) for n, p in zip(new, params, strict=True)]
         key = self.storage.next_key(state.rounding)
         after = self.encode(values, arrived, inner, plan, key, known, keys)
-        return new, flat, dataclasses.replace(after, fp8=scaling)
+        return new, flat, dataclasses.replace(after, fp8=state.fp8), pending
 
-    def gather(
-        self, new: list[Array], updates: list[Array], params: list[Array], plan: Plan, direct: bool
-    ) -> list[Array]:
+    def gather(self, new: list[Any], updates: list[Array], params: list[Any], plan: Plan, direct: bool) -> list[Any]:
         """Phase 3: what every rank needs, from the shards: new parameters, or updates that lead to them."""
-        out = []
-        for n, u, p, leaf in zip(new, updates, params, plan.leaves, strict=True):
-            if leaf.quantised:
-                out.append(n if leaf.resident else collectives.gather(n, leaf, to="invarying"))
-                continue
-            wire = self.storage.wire(leaf)
-            as_update = (
-                not direct and wire == p.dtype == jnp.float32
-            )  # p + u is what the shard's owner computed, exactly
-            value = u if as_update else precision.to_wire(n, wire)
-            full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
-            if not as_update:
-                full = precision.from_wire(full, p.dtype)
-            out.append(full if as_update or direct else precision.difference(full, p))
-        return out
-
-
-def _shard(p: Array, leaf: Leaf) -> Array:
-    return p if leaf.resident else collectives.take(p, leaf)
+        each = zip(new, updates, params, plan.leaves, strict=True)
+        return [collectives.share(n, u, p, leaf, self.storage.wire(leaf), direct=direct) for n, u, p, leaf in each]
