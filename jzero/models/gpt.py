@@ -145,7 +145,7 @@ class Functions(NamedTuple):
     abstract: Tree  # the parameters' tree, of jax.ShapeDtypeStruct
     axes: Tree  # of tuples: a logical name or None per dimension
     decay: Tree  # of bool: whether weight decay applies
-    init: Callable[[jax.Array], Tree]  # key -> parameters
+    init: Callable[..., Tree]  # (key, chunks=1) -> parameters, see `parameters.initialize`
     embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
     block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index) -> x
     losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
@@ -176,8 +176,8 @@ def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functi
     tree, tensor = describe(config), tensor or TensorParallel()
     check_split(config, tensor.size)
 
-    def init(key: jax.Array) -> Tree:
-        return parameters.initialize(tree, key)
+    def init(key: jax.Array, chunks: int = 1) -> Tree:
+        return parameters.initialize(tree, key, chunks)
 
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)

@@ -84,7 +84,7 @@ class Program:
         key = threefry_key(self.config.model.seed)
 
         def build(key: Array) -> TrainState:
-            params = self.layout.store(self.model.init(key))
+            params = self.layout.store(self.model.init(key, self.layout.pipeline.chunks))
             return TrainState(jnp.int32(0), self.layout.tx.init(params), params)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
