@@ -5,5 +5,6 @@ Read `numerics.py`, then `recipes.py`, then `dot.py`; docs/fp8.md has the formul
 
 from jzero.fp8.numerics import E4M3, E5M2, Quantised
 from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, DelayedState
+from jzero.fp8.slots import Slots
 
-__all__ = ["E4M3", "E5M2", "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedState", "Quantised"]
+__all__ = ["E4M3", "E5M2", "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedState", "Quantised", "Slots"]
