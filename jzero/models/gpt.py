@@ -25,10 +25,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.fp8 import Slots
+from jzero.fp8.recipes import Recipe
 from jzero.models import parameters
 from jzero.models.config import TransformerConfig, check_split
 from jzero.models.dropout import Dropout
-from jzero.models.layers import SAVED_BY_SELECTIVE, Block, Embedding, Norm, project_to_vocabulary
+from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE, Block, Embedding, Norm, project_to_vocabulary
 from jzero.models.parameters import Parameter, Tree
 from jzero.parallel.tensor import TensorParallel
 
@@ -100,6 +102,7 @@ class GPT(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: Slots | None = None,
     ) -> jax.Array:
         """Scores of every next token.
 
@@ -108,6 +111,7 @@ class GPT(nnx.Module):
             positions: int [B, T]; None: 0 … T-1.
             segments: int [B, T]; tokens see only those of their own segment. None: all are one.
             dropout: None: no dropout.
+            slots: of the layers' FP8 products: scales [L, 4, 3], which `config.fp8=DelayedScaling(…)` needs.
 
         Returns:
             Logits, float32 [B, T, V].
@@ -115,12 +119,12 @@ class GPT(nnx.Module):
         x = self.embedding(tokens, positions, dropout)
         structure, layers = nnx.split(self.blocks)
 
-        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-            values, index = layer
+        def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
+            values, index, own = layer
             block = nnx.merge(structure, values)
-            return block(x, index=index, positions=positions, segments=segments, dropout=dropout), None
+            return block(x, index=index, positions=positions, segments=segments, dropout=dropout, slots=own), None
 
-        x, _ = jax.lax.scan(body, x, (layers, jnp.arange(self.config.num_layers)))
+        x, _ = jax.lax.scan(body, x, (layers, jnp.arange(self.config.num_layers), slots))
         table = self.embedding.token if self.head is None else self.head.weight
         return project_to_vocabulary(self.final_norm(x), table[...])
 
@@ -147,11 +151,13 @@ class Functions(NamedTuple):
     decay: Tree  # of bool: whether weight decay applies
     init: Callable[..., Tree]  # (key, chunks=1) -> parameters, see `parameters.initialize`
     embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
-    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index) -> x
+    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index, FP8 slots or None) -> x
     losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
     logits: Callable[[Tree, jax.Array], jax.Array]  # (outer, x) -> float32 [B, T, V], whole
     selective_policy: Callable[..., Any]  # for jax.checkpoint(block): recompute the core of attention only
     tensor: TensorParallel  # how the model is spread over the tensor axis
+    fp8: Recipe | None  # of the layers' products
+    products: tuple[tuple[str, ...], ...]  # paths in a layer's tree of what may be in FP8, in the order of its slots
 
 
 def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functions:
@@ -182,9 +188,16 @@ def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functi
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)
 
-    def block(layer: Tree, x: jax.Array, batch: Batch, dropout: Dropout | None, index: int | jax.Array) -> jax.Array:
+    def block(
+        layer: Tree,
+        x: jax.Array,
+        batch: Batch,
+        dropout: Dropout | None,
+        index: int | jax.Array,
+        slots: Slots | None = None,
+    ) -> jax.Array:
         context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, **context)
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
 
     def scores(outer: Tree, x: jax.Array) -> jax.Array:  # this rank's logits
         tied = config.share_embeddings_and_output_weights
@@ -205,4 +218,6 @@ def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functi
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
         selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
         tensor=tensor,
+        fp8=config.fp8,
+        products=PRODUCTS,
     )

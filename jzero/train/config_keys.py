@@ -261,6 +261,24 @@ class Model:
         "Attention kernel: auto is cuDNN's where it can be used, else plain operations; xla and cudnn are JAX's.",
         choices=("auto", "xla", "cudnn"),
     )
+    fp8: bool = option(
+        False, "Multiply in FP8 in the four projections of each block; embedding, head and norms stay as they are."
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "Scales of FP8: delayed: from the amaxes of earlier steps; current: from each tensor's own; "
+        "mxfp8: one per 32 elements, a single kernel on GPUs since Blackwell.",
+        choices=("delayed", "current", "mxfp8"),
+    )
+    fp8_hybrid: bool = option(True, "E4M3, and E5M2 for gradients.")
+    fp8_e4m3: bool = option(False, "E4M3 for all, also for gradients; needs fp8_hybrid=false.")
+    fp8_margin: int = option(0, "Powers of two kept free above the amax.", at_least=0)
+    fp8_interval: int = option(1, "delayed: steps between two updates of the scales.", at_least=1)
+    fp8_amax_history_len: int = option(1024, "delayed: steps whose amaxes are remembered.", at_least=1)
+    fp8_amax_compute_algo: str = option(
+        "max", "delayed: scales follow the largest amax remembered, or the last.", choices=("max", "most_recent")
+    )
+    fp8_power_of_two_scales: bool = option(False, "delayed, current: scales are powers of two.")
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
