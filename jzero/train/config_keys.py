@@ -1,6 +1,6 @@
 """Every key of a run but its sections' nesting: name, type, default, meaning and limits, each in one place.
 
-Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_gpt_config.yaml) where the thing exists
+Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_model_config.yaml) where the thing exists
 there. `jzero.train.config` puts the sections together and derives what follows from them; `jzero.train.config_check`
 holds the rules between keys.
 """
@@ -193,6 +193,11 @@ class Optim:
 class Model:
     """The transformer, its parallel layout and its batch."""
 
+    type: str = option(
+        "gpt",
+        "gpt predicts the next token; bert masked tokens, from both sides, and whether a sentence follows another.",
+        choices=("gpt", "bert"),
+    )
     micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
     global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
     tensor_model_parallel_size: int = option(
@@ -228,15 +233,27 @@ class Model:
     attention_dropout: float = option(0.1, "Dropout of the attention weights.", at_least=0, below=1)
     normalization: str = option("layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"))
     layernorm_epsilon: float = option(1e-5, "Added to the variance in a norm.", above=0)
-    activation: str = option("gelu", "Feed-forward nonlinearity.", choices=("gelu", "swiglu"))
+    activation: str = option(
+        "gelu",
+        "Feed-forward nonlinearity; gelu is the tanh approximation, gelu_exact has the error function.",
+        choices=("gelu", "gelu_exact", "swiglu"),
+    )
     bias: bool = option(True, "Biases in the linear layers.")
-    transformer_block_type: str = option("pre_ln", "Norms come before attention and MLP.", choices=("pre_ln",))
+    transformer_block_type: str = option(
+        "pre_ln",
+        "Norms come before attention and MLP; post_ln: after their sums with the residual stream (bert alone).",
+        choices=("pre_ln", "post_ln"),
+    )
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope")
     )
     rotary_base: float = option(10_000.0, "Base of the rotary wavelengths.", above=1)
     rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
+    num_tokentypes: int = option(2, "bert: kinds of segments that have an embedding; 0: none.", at_least=0)
+    bert_binary_head: bool = option(
+        True, "bert: a pooler and a head that tells whether sentence B follows A; false: samples are no pairs."
+    )
     make_vocab_size_divisible_by: int = option(
         128, "The vocabulary is padded to a multiple of this, and of tensor_model_parallel_size.", at_least=1
     )

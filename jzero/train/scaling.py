@@ -27,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.fp8 import DelayedScaling, DelayedState, Quantised, Slots, recipes
 from jzero.fp8.recipes import Recipe
 from jzero.mesh import BATCH_AXES, data_ranks
-from jzero.models.gpt import Functions
 from jzero.optim import collectives, regions
 from jzero.parallel.pipeline import Pipeline
 from jzero.parallel.tensor import AXIS
@@ -99,7 +98,9 @@ class Scaling:
 
     # --- in a step ---------------------------------------------------------------------------------------------------
 
-    def slots(self, state: DelayedState | tuple[()], *, everywhere: bool = False, observe: bool = False) -> Slots | None:
+    def slots(
+        self, state: DelayedState | tuple[()], *, everywhere: bool = False, observe: bool = False
+    ) -> Slots | None:
         """What this stage's layers are handed; None where the recipe needs nothing.
 
         Args:
