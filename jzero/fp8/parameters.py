@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jzero.errors import JzeroError
 from jzero.fp8 import numerics
@@ -75,7 +77,8 @@ def quantise(
         if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
             found = getattr(x, "dtype", type(x).__name__)
             raise JzeroError(f"{name}: expected a floating-point array to store as FP8, found {found}; narrow `where`")
-        return _quantised(x, stacked(name) if stacked else 0, recipe)
+        sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+        return _quantising(stacked(name) if stacked else 0, recipe, sharding)(x)
 
     out = jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantised)
     if not any(map(chosen, paths)):
@@ -111,11 +114,22 @@ def checked(recipe: Any, where: str) -> PerTensor:
     return recipe
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantised(x: Array, stacked: int, recipe: PerTensor) -> Quantised:
-    amax = numerics.amax(x, tuple(range(stacked, x.ndim)))
-    scale = recipe.scale(amax, jnp.ones_like(amax), largest(E4M3))
-    return Quantised(numerics.quantise(x, over_layers(scale, x), E4M3), scale)
+@functools.lru_cache(maxsize=64)
+def _quantising(stacked: int, recipe: PerTensor, sharding: Any) -> Callable[[Array], Quantised]:
+    """The cast of a leaf that lies so; its scale lies as its layers do."""
+
+    def quantise(x: Array) -> Quantised:
+        amax = numerics.amax(x, tuple(range(stacked, x.ndim)))
+        scale = recipe.scale(amax, jnp.ones_like(amax), largest(E4M3))
+        return Quantised(numerics.quantise(x, over_layers(scale, x), E4M3), scale)
+
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(quantise)
+    spec = list(sharding.spec[:stacked])
+    while spec and spec[-1] is None and AxisType.Explicit not in sharding.mesh.axis_types:
+        spec.pop()  # as `jit` writes it, or a step would be compiled twice
+    layers = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.jit(quantise, out_shardings=Quantised(sharding, layers))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -152,6 +152,7 @@ def next_state(own: Mapping[int, Array], state: Any, plan: Plan, recipe: PerTens
     """
     if not own:
         return state
+    assert isinstance(recipe, DelayedScaling)
     with jax.named_scope("zero_amax"):
         seen = over_ranks(collectives.after(behind, dict(own)), plan)
     each = (plan.flatten(tree, "state of the FP8 scales") for tree in (state.scale, state.amax_history))

@@ -205,7 +205,7 @@ class Zero:
         state = self.abstract(plan)
         scalars = jax.tree.map(lambda _: PartitionSpec(), (state.rounding, state.guard))
         scaling = fp8.state_specs(plan, self.fp8_recipe)
-        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars, scaling)
+        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars, fp8=scaling)
 
     @functools.cache  # noqa: B019  one entry per plan
     def abstract(self, plan: Plan) -> ZeroState:
@@ -213,7 +213,8 @@ class Zero:
         master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
         inner = self.storage.abstract_inner(self.abstract_inner(plan), self.slots(plan))
         scalars = jax.eval_shape(lambda: (self.storage.first_key(), self.first_guard()))
-        return ZeroState(plan.unflatten(master), inner, plan, *scalars, fp8.abstract_state(plan, self.fp8_recipe))
+        scaling = fp8.abstract_state(plan, self.fp8_recipe)
+        return ZeroState(plan.unflatten(master), inner, plan, *scalars, fp8=scaling)
 
     def first_guard(self) -> Any:
         """The state of what skips steps, before the first one."""
@@ -240,7 +241,7 @@ class Zero:
     def encode(
         self,
         values: list[Array],
-        arrived: list[Array],
+        arrived: list[Any],
         inner: Any,
         plan: Plan,
         key: Any,
@@ -353,12 +354,12 @@ class Zero:
         self,
         shards: list[Array],
         state: ZeroState,
-        params: list[Array],
+        params: list[Any],
         norm: Array | None,
         extra: dict[str, Any],
         *,
         direct: bool,
-    ) -> tuple[list[Array], list[Array], ZeroState, dict[int, Array]]:
+    ) -> tuple[list[Any], list[Array], ZeroState, dict[int, Array]]:
         """Phase 2: decode, clip, run the inner transformation, encode.
 
         Returns new parameters, updates, the state but for what `fp8.next_state` makes of the fourth result.
