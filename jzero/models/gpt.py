@@ -110,7 +110,7 @@ class GPT(nnx.Module):
             dropout: None: no dropout.
 
         Returns:
-            Logits, float32 [B, T, V].
+            Logits, float32 [B, T, V]; those of padding mean nothing.
         """
         x = self.embedding(tokens, positions, dropout)
         structure, layers = nnx.split(self.blocks)
@@ -192,7 +192,7 @@ def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functi
         return project_to_vocabulary(tensor.enter(Norm(config, outer["final_norm"])(x)), table)
 
     def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        return tensor.cross_entropy(scores(outer, x), batch["labels"])
+        return tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding)
 
     return Functions(
         abstract=parameters.abstract(tree),
