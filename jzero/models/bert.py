@@ -266,11 +266,13 @@ def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) ->
         return -own, (jnp.argmax(logits, -1) == label).astype(jnp.float32)
 
     def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        return tensor.cross_entropy(scores(outer, end(outer, x)), batch["labels"])
+        return tensor.cross_entropy(scores(outer, end(outer, x)), batch["labels"], config.vocab_padding)
 
     def loss(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
         y = end(outer, x)
-        of_tokens = jnp.sum(tensor.cross_entropy(scores(outer, y), batch["labels"]) * batch["weight"])
+        of_tokens = jnp.sum(
+            tensor.cross_entropy(scores(outer, y), batch["labels"], config.vocab_padding) * batch["weight"]
+        )
         return of_tokens + jnp.sum(binary(outer, y, batch)[0] * batch["sample_weight"])
 
     def measures(outer: Tree, x: jax.Array, batch: Batch) -> Sums:
@@ -278,7 +280,7 @@ def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) ->
         logits = scores(outer, y)
         hits = (tensor.likeliest(logits) == batch["labels"]) * mask
         found = {
-            "lm_loss": jnp.sum(tensor.cross_entropy(logits, batch["labels"]) * mask),
+            "lm_loss": jnp.sum(tensor.cross_entropy(logits, batch["labels"], config.vocab_padding) * mask),
             "lm_accuracy": jnp.sum(hits),
         }
         if config.bert_binary_head:

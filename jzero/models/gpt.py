@@ -113,7 +113,7 @@ class GPT(nnx.Module):
             slots: of the layers' FP8 products: scales [L, 4, 3], which `config.fp8=DelayedScaling(…)` needs.
 
         Returns:
-            Logits, float32 [B, T, V].
+            Logits, float32 [B, T, V]; those of padding mean nothing.
         """
         x = self.embedding(tokens, positions, dropout)
         context = {"positions": positions, "segments": segments, "dropout": dropout}
@@ -161,7 +161,7 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
         tensor,
         embed=embed,
         block=block,
-        losses=lambda outer, x, batch: tensor.cross_entropy(scores(outer, x), batch["labels"]),
+        losses=lambda outer, x, batch: tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding),
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
         fp8=config.fp8,
         inputs={"tokens": 2, "labels": 2, "loss_mask": 2},

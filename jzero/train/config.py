@@ -238,8 +238,10 @@ def model_config(config: Config, vocab_size: int | None = None) -> "GPTConfig | 
         raise JzeroError("model.vocab_size: expected a number of tokens where there is no tokenizer, found null")
     if vocab_size is not None and tokens < vocab_size:
         raise JzeroError(f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {tokens}; set null")
+    padded = config.padded_vocab_size(tokens)
     derived = {
-        "vocab_size": config.padded_vocab_size(tokens),
+        "vocab_size": padded,
+        "vocab_padding": padded - tokens,
         "max_position_embeddings": m.max_position_embeddings or m.encoder_seq_length,
         "param_dtype": config.param_dtype,
         "fp8": config.fp8_recipe,
