@@ -6,6 +6,7 @@ Read `numerics.py`, `recipes.py`, `dot.py`, then `parameters.py`; docs/fp8.md ha
 from jzero.fp8.numerics import E4M3, E5M2, Quantised
 from jzero.fp8.parameters import dequantise, quantise
 from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, DelayedState
+from jzero.fp8.slots import Slots
 
 __all__ = [
     "E4M3",
@@ -15,6 +16,7 @@ __all__ = [
     "DelayedScaling",
     "DelayedState",
     "Quantised",
+    "Slots",
     "dequantise",
     "quantise",
 ]

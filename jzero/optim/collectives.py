@@ -215,7 +215,7 @@ def after(first: Any, then: Any) -> Any:
     """
     flat, treedef = jax.tree.flatten(then)
     kinds = [regions.varying_axes(x) for x in flat]
-    for axes in set(kinds):
+    for axes in dict.fromkeys(kinds):  # the same order on every host
         mine = [i for i, own in enumerate(kinds) if own == axes]
         before = [x for x in jax.tree.leaves(first) if regions.varying_axes(x) <= axes]
         _, after = jax.lax.optimization_barrier((before, [flat[i] for i in mine]))
