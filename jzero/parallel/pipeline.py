@@ -29,6 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import JzeroError
+from jzero.fp8.parameters import as_arrays
 from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
 from jzero.parallel.stack import at, take_apart
@@ -314,7 +315,7 @@ def _backward(
         n = work.chunk * stage.per_chunk + j
         known = (stage.layer(n), batch, stage.number(work, j), at(stage.slots, n))
         dw, dx, found = rebuild(known, [r[work.slot, j] for r in ring])(dy)
-        return (dx, add_layer(sums, n, dw), record(seen, n, found)), None
+        return (dx, add_layer(sums, n, as_arrays(dw)), record(seen, n, found)), None
 
     numbers = jnp.arange(stage.per_chunk, dtype=jnp.int32)
     (dx, layers, seen), _ = jax.lax.scan(body, (dy, sums.layers, sums.seen), numbers, reverse=True)
