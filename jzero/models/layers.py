@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +22,28 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero.errors import JzeroError
+from jzero.fp8 import CurrentScaling, Slots
+from jzero.fp8.dot import MEASURED, Shared, dot
 from jzero.models.attention import attend, einsum32, rotate
 from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout, Site, drop_attention, drop_features
 from jzero.models.parameters import Parameter, Tree, constant, normal
-from jzero.parallel.tensor import TensorParallel
+from jzero.parallel.tensor import AXIS, TensorParallel
 
-SAVED_BY_SELECTIVE = ("qkv", "context", "projection", "up")
-"""Names of what "selective" checkpointing keeps: results of the projections, and what attention hands to one."""
+SAVED_BY_SELECTIVE = ("qkv", "context", "projection", "up", MEASURED)
+"""Names of what "selective" checkpointing keeps: results of the projections, what attention hands to one, amaxes."""
 
-_ALONE = TensorParallel()
+PRODUCTS = (("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down"))
+"""The projections of a block, in the order of its FP8 slots."""
+
+_ALONE, _NO_SLOTS = TensorParallel(), Slots()
 _keep_inputs = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 class Linear(nnx.Module):
-    """y = x · weight + bias, over the last `inputs` dimensions of x."""
+    """y = x · weight + bias, over the last `inputs` dimensions of x; the product in FP8 where `config.fp8` says so."""
 
-    weight: nnx.Param  # [inputs..., outputs...]
+    weight: nnx.Param  # [inputs..., outputs...]; may be `Quantised`
     bias: nnx.Param | None  # [outputs...]
 
     @staticmethod
@@ -57,16 +63,40 @@ class Linear(nnx.Module):
         )
         return {"weight": record, "bias": bias}
 
-    def __init__(self, values: Tree, inputs: int = 1):
+    def __init__(
+        self, values: Tree, inputs: int = 1, config: TransformerConfig | None = None, tensor: TensorParallel = _ALONE
+    ):
         self.weight = nnx.Param(values["weight"])
         self.bias = nnx.Param(values["bias"]) if "bias" in values else None
-        self.inputs = inputs
+        self.inputs, self.fp8, self.tensor = inputs, config and config.fp8, tensor
 
-    def __call__(self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-        """[B, T, inputs...] -> [B, T, outputs...]; `leave` sums products whose inputs are split, before the bias."""
-        y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
+    def __call__(
+        self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None, slots: Slots = _NO_SLOTS
+    ) -> jax.Array:
+        """Apply the projection.
+
+        Args:
+            x: [B, T, inputs...].
+            leave: sums products whose inputs are split over the tensor axis, before the bias; None: outputs are split.
+            slots: of an FP8 product: scales [3].
+
+        Returns:
+            [B, T, outputs...].
+        """
+        if self.fp8 is None:
+            y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
+        else:
+            y = self._eight_bits(x, slots, inputs_split=leave is not None)
         y = y if leave is None else leave(y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+    def _eight_bits(self, x: jax.Array, slots: Slots, *, inputs_split: bool) -> jax.Array:
+        """The product in FP8; an operand that is cut along the tensor axis is cast with the scale of the whole."""
+        weight, shared = self.weight.get_value(), None
+        if isinstance(self.fp8, CurrentScaling) and self.tensor.size > 1:
+            axis = (AXIS,)
+            shared = Shared(x=axis, w=axis) if inputs_split else Shared(w=axis, gradient=axis)
+        return dot(x, weight, slots.scales, recipe=self.fp8, contract=self.inputs, shared=shared, shares=slots.shares)
 
 
 class Norm(nnx.Module):
@@ -113,7 +143,7 @@ def _layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, epsilon: float) 
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped queries (https://arxiv.org/abs/2305.13245).
+    """Self-attention, causal or not (`config.causal`), with grouped queries (https://arxiv.org/abs/2305.13245).
 
     One product makes queries, keys and values: for each group R queries, then its key, then its value.
     """
@@ -132,8 +162,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.config, self.tensor = config, tensor
-        self.qkv = Linear(values["qkv"])
-        self.out = Linear(values["out"], inputs=2)
+        self.qkv = Linear(values["qkv"], 1, config, tensor)
+        self.out = Linear(values["out"], 2, config, tensor)
 
     def __call__(
         self,
@@ -143,10 +173,13 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS),
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D]. Arguments as for `Block`."""
+        """[B, T, D] -> [B, T, D]. Arguments as for `Block`; slots of qkv and out."""
         config, x = self.config, self.tensor.enter(x)
-        fused = checkpoint_name(self.qkv(x), "qkv")  # [B, T, G, R + 2, K], G and H this rank's from here on
+        fused = checkpoint_name(
+            self.qkv(x, slots=slots[0]), "qkv"
+        )  # [B, T, G, R + 2, K], G and H this rank's from here on
         turning, value = fused[..., :-1, :], fused[..., -1, :]
         if config.position_embedding_type == "rope":
             positions = jnp.arange(x.shape[1]) if positions is None else positions
@@ -159,10 +192,12 @@ class Attention(nnx.Module):
             turning[..., -1, :],
             value,
             segments=segments,
+            causal=config.causal,
             implementation=config.attention_implementation,
             drop=drop,
         )
-        return checkpoint_name(self.out(checkpoint_name(context, "context"), self.tensor.leave), "projection")
+        context = checkpoint_name(context, "context")
+        return checkpoint_name(self.out(context, self.tensor.leave, slots[1]), "projection")
 
 
 class MLP(nnx.Module):
@@ -180,14 +215,19 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.tensor = tensor
-        self.activation = _swiglu if config.activation == "swiglu" else _gelu
-        self.up = Linear(values["up"])
-        self.down = Linear(values["down"])
+        self.activation = _swiglu if config.activation == "swiglu" else gelu(config)
+        self.up = Linear(values["up"], 1, config, tensor)
+        self.down = Linear(values["down"], 1, config, tensor)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        wide = checkpoint_name(self.up(self.tensor.enter(x)), "up")
-        return self.down(self.activation(wide), self.tensor.leave)
+    def __call__(self, x: jax.Array, slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS)) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; slots of up and down."""
+        wide = checkpoint_name(self.up(self.tensor.enter(x), slots=slots[0]), "up")
+        return self.down(self.activation(wide), self.tensor.leave, slots[1])
+
+
+def gelu(config: TransformerConfig) -> Callable[[jax.Array], jax.Array]:
+    """The GELU of a configuration (https://arxiv.org/abs/1606.08415): with the error function, or its approximation."""
+    return _gelu_exact if config.activation == "gelu_exact" else _gelu
 
 
 @_keep_inputs
@@ -196,12 +236,17 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 @_keep_inputs
+def _gelu_exact(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+@_keep_inputs
 def _swiglu(x: jax.Array) -> jax.Array:
     return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norm(x + attention(x)), then norm(x + mlp(x))."""
 
     @staticmethod
     def parameters(config: TransformerConfig) -> Tree:
@@ -219,7 +264,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, values["attention"], tensor)
         self.mlp_norm = Norm(config, values["mlp_norm"])
         self.mlp = MLP(config, values["mlp"], tensor)
-        self.rate = config.hidden_dropout
+        self.rate, self.post = config.hidden_dropout, config.transformer_block_type == "post_ln"
 
     def __call__(
         self,
@@ -229,6 +274,7 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: Slots | None = None,
     ) -> jax.Array:
         """Apply the layer.
 
@@ -238,16 +284,37 @@ class Block(nnx.Module):
             positions: int [B, T], for rotary positions; None: 0 … T-1.
             segments: int [B, T]; positions see only those of their own segment. None: all are one.
             dropout: None: no dropout.
+            slots: of the four FP8 products, in the order of `PRODUCTS`; None: `config.fp8` needs none.
 
         Returns:
             Like x.
         """
+        qkv, out, up, down = (_NO_SLOTS if slots is None else slots.of(i) for i in range(len(PRODUCTS)))
         attended = self.attention(
-            self.attention_norm(x), index=index, positions=positions, segments=segments, dropout=dropout
+            x if self.post else self.attention_norm(x),
+            index=index,
+            positions=positions,
+            segments=segments,
+            dropout=dropout,
+            slots=(qkv, out),
         )
         first = self.tensor.first_position(x.shape[1])
         x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index, first)
-        return x + drop_features(self.mlp(self.mlp_norm(x)), self.rate, dropout, Site.MLP_OUT, index, first)
+        x = self.attention_norm(x) if self.post else x
+        wide = self.mlp(x if self.post else self.mlp_norm(x), (up, down))
+        x = x + drop_features(wide, self.rate, dropout, Site.MLP_OUT, index, first)
+        return self.mlp_norm(x) if self.post else x
+
+
+def apply_blocks(blocks: Block, x: jax.Array, count: int, slots: Slots | None = None, **context: Any) -> jax.Array:
+    """All layers of a module whose parameters (and slots) are stacked in front; `context` as for `Block`."""
+    structure, layers = nnx.split(blocks)
+
+    def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
+        values, index, own = layer
+        return nnx.merge(structure, values)(x, index=index, slots=own, **context), None
+
+    return jax.lax.scan(body, x, (layers, jnp.arange(count), slots))[0]
 
 
 class Embedding(nnx.Module):
@@ -275,6 +342,10 @@ class Embedding(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array | None = None, dropout: Dropout | None = None
     ) -> jax.Array:
         """Int [B, T] -> [B, T, D], or this rank's positions of it. Arguments as for `Block`."""
+        return self.drop(self.rows(tokens, positions), dropout)
+
+    def rows(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """The same without dropout."""
         own = self.tensor.own_positions
         x = self.tensor.lookup(self.token[...], tokens, self.wire)
         if self.position is not None:
@@ -283,6 +354,10 @@ class Embedding(nnx.Module):
                 expected = f"expected at most {table.shape[0]} positions (model.max_position_embeddings)"
                 raise JzeroError(f"tokens: {expected}, found {length}; shorten the sequences")
             x = x + (own(table[:length]) if positions is None else table[own(positions, 1)])
+        return x
+
+    def drop(self, x: jax.Array, dropout: Dropout | None) -> jax.Array:
+        """Dropout of the embedding."""
         return drop_features(x, self.rate, dropout, Site.EMBEDDING, 0, self.tensor.first_position(x.shape[1]))
 
 

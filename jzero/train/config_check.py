@@ -3,7 +3,7 @@
 import dataclasses
 
 from jzero.errors import JzeroError
-from jzero.train.config import Config, gpt_config
+from jzero.train.config import Config, model_config
 from jzero.train.schedule import schedule
 
 
@@ -125,7 +125,7 @@ def _model(config: Config) -> None:
             f"model.max_position_embeddings: {m.max_position_embeddings} is below model.encoder_seq_length "
             f"{m.encoder_seq_length}; raise it, or set null"
         )
-    architecture = gpt_config(config, None if m.vocab_size else 1)  # has its own rules, whatever the vocabulary
+    architecture = model_config(config, None if m.vocab_size else 1)  # has its own rules, whatever the vocabulary
     check_split(architecture, m.tensor_model_parallel_size)
 
 

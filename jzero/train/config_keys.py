@@ -1,6 +1,6 @@
 """Every key of a run but its sections' nesting: name, type, default, meaning and limits, each in one place.
 
-Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_gpt_config.yaml) where the thing exists
+Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_model_config.yaml) where the thing exists
 there. `jzero.train.config` puts the sections together and derives what follows from them; `jzero.train.config_check`
 holds the rules between keys.
 """
@@ -193,6 +193,11 @@ class Optim:
 class Model:
     """The transformer, its parallel layout and its batch."""
 
+    type: str = option(
+        "gpt",
+        "gpt predicts the next token; bert masked tokens, from both sides, and whether a sentence follows another.",
+        choices=("gpt", "bert"),
+    )
     micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
     global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
     tensor_model_parallel_size: int = option(
@@ -228,15 +233,27 @@ class Model:
     attention_dropout: float = option(0.1, "Dropout of the attention weights.", at_least=0, below=1)
     normalization: str = option("layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"))
     layernorm_epsilon: float = option(1e-5, "Added to the variance in a norm.", above=0)
-    activation: str = option("gelu", "Feed-forward nonlinearity.", choices=("gelu", "swiglu"))
+    activation: str = option(
+        "gelu",
+        "Feed-forward nonlinearity; gelu is the tanh approximation, gelu_exact has the error function.",
+        choices=("gelu", "gelu_exact", "swiglu"),
+    )
     bias: bool = option(True, "Biases in the linear layers.")
-    transformer_block_type: str = option("pre_ln", "Norms come before attention and MLP.", choices=("pre_ln",))
+    transformer_block_type: str = option(
+        "pre_ln",
+        "Norms come before attention and MLP; post_ln: after their sums with the residual stream (bert alone).",
+        choices=("pre_ln", "post_ln"),
+    )
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope")
     )
     rotary_base: float = option(10_000.0, "Base of the rotary wavelengths.", above=1)
     rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
+    num_tokentypes: int = option(2, "bert: kinds of segments that have an embedding; 0: none.", at_least=0)
+    bert_binary_head: bool = option(
+        True, "bert: a pooler and a head that tells whether sentence B follows A; false: samples are no pairs."
+    )
     make_vocab_size_divisible_by: int = option(
         128, "The vocabulary is padded to a multiple of this, and of tensor_model_parallel_size.", at_least=1
     )
@@ -261,6 +278,24 @@ class Model:
         "Attention kernel: auto is cuDNN's where it can be used, else plain operations; xla and cudnn are JAX's.",
         choices=("auto", "xla", "cudnn"),
     )
+    fp8: bool = option(
+        False, "Multiply in FP8 in the four projections of each block; embedding, head and norms stay as they are."
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "Scales of FP8: delayed: from the amaxes of earlier steps; current: from each tensor's own; "
+        "mxfp8: one per 32 elements, a single kernel on GPUs since Blackwell.",
+        choices=("delayed", "current", "mxfp8"),
+    )
+    fp8_hybrid: bool = option(True, "E4M3, and E5M2 for gradients.")
+    fp8_e4m3: bool = option(False, "E4M3 for all, also for gradients; needs fp8_hybrid=false.")
+    fp8_margin: int = option(0, "Powers of two kept free above the amax.", at_least=0)
+    fp8_interval: int = option(1, "delayed: steps between two updates of the scales.", at_least=1)
+    fp8_amax_history_len: int = option(1024, "delayed: steps whose amaxes are remembered.", at_least=1)
+    fp8_amax_compute_algo: str = option(
+        "max", "delayed: scales follow the largest amax remembered, or the last.", choices=("max", "most_recent")
+    )
+    fp8_power_of_two_scales: bool = option(False, "delayed, current: scales are powers of two.")
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.fp8 import Slots
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
-from jzero.models.gpt import Functions
+from jzero.models.functions import Functions
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.pipeline import Pipeline, make_pipeline
 from jzero.parallel.stack import DataParallel, Layers
 from jzero.parallel.tensor import AXIS
 from jzero.train.config import Config
+from jzero.train.scaling import Scaling
 from jzero.train.xla_options import compiler_options
 
 BLOCKS = "blocks"
@@ -31,6 +33,7 @@ class Weights(NamedTuple):
 
     outer: Any  # whole, varying over the batch axes
     blocks: Layers  # whole and varying, or shards
+    slots: Slots | None = None  # of the layers' FP8 products
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +51,7 @@ class Layout:
         granularity: activation checkpointing.
         dtype: of the parameters, and of the activations.
         dropout_seed: seed of all dropout masks, or None where there is no dropout.
+        scaling: the scales of FP8 products.
         compiler_options: XLA options of the step.
     """
 
@@ -62,6 +66,7 @@ class Layout:
     granularity: str | None
     dtype: Any
     dropout_seed: int | None
+    scaling: Scaling
     compiler_options: dict[str, Any]
 
     @property
@@ -134,17 +139,17 @@ class Layout:
 
     # --- using -------------------------------------------------------------------------------------------------------
 
-    def start(self, params: Any) -> Weights:
+    def start(self, params: Any, slots: Slots | None = None) -> Weights:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
         layers = Layers(self.in_one(self.blocks.local(blocks)), shards=self.sharded)
-        return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers)
+        return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers, slots)
 
-    def start_everywhere(self, params: Any) -> Weights:
+    def start_everywhere(self, params: Any, slots: Slots | None = None) -> Weights:
         """The same for a computation that every rank repeats: nothing varies."""
         outer, blocks = self.split(params)
         layers = Layers(self.in_one(blocks), shards=self.sharded)
-        return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers)
+        return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers, slots)
 
     def in_one(self, blocks: Any) -> Any:
         """This rank's layers, stored as [chunks of the stage, layers of a chunk, ...] or [layers, ...]; the latter."""
@@ -301,6 +306,9 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
+        scaling=Scaling(
+            model.fp8, model.products, m.num_layers, pipeline, mesh, m.global_batch_size * m.encoder_seq_length
+        ),
         compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
     )
 

@@ -30,7 +30,7 @@ from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
 from jzero.train.generate import generate
 from jzero.train.memory import memory_errors
-from jzero.train.metrics import Metrics
+from jzero.train.metrics import Metrics, means
 from jzero.train.progress import Reporter
 from jzero.train.record import Record
 from jzero.train.signals import StopSignals
@@ -239,16 +239,16 @@ class Run:
         data = batches(self.val_data, batch_size=self.batch_size, rows=self.rows)
         try:
             for _ in range(self.val_batches):
-                sums.append(self.program.evaluate(self.state.params, self.program.place(next(data))))
+                sums.append(self.program.measure(self.state.params, self.program.place(next(data)), self.state.fp8))
                 if self.on_cpu:
                     jax.block_until_ready(sums[-1])
                 if stop.at_once:
                     return
         finally:
             data.close()
-        total, count = (sum(map(float, values)) for values in zip(*sums, strict=True))
-        self.val_loss, self.val_step = total / max(count, 1.0), self.step
-        record = {"step": self.step, "val_loss": self.val_loss}
+        self.val_step, measured = self.step, means(sums)
+        self.val_loss = measured["val_loss"]
+        record = {"step": self.step, **measured}
         self._record(record)
         self.report.evaluation(record)
         self._check_finite(record)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jzero.models.gpt import Functions
+from jzero.fp8 import Slots
+from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import pipeline, stack
 from jzero.parallel.stack import Layers
@@ -27,25 +28,27 @@ from jzero.train.layout import Layout, Weights
 
 def accumulate_gradients(
     model: Functions, layout: Layout, weights: Weights, batches: Any, count: int
-) -> tuple[Array, tuple[Any, Any]]:
+) -> tuple[Array, tuple[Any, Any], Slots | None]:
     """Loss and gradient of all micro-batches of this rank's stage.
 
     Args:
         model: the model's functions.
         layout: the policy and the plan.
         weights: what `layout.start` gives.
-        batches: arrays [M, B, T], or [M, B]; with "weight", what each token's loss counts in the sum.
+        batches: arrays [M, B, T], or [M, B]; with "weight", what each token's loss counts in the sum, and
+            "sample_weight" for a loss that has terms per sample.
         count: M.
 
     Returns:
-        Sum of the weighted losses, float32 []; float32 shards of the mean gradient, (outer, blocks). Summed over the
-        stages, not over the batch.
+        Sum of the weighted losses, float32 []; float32 shards of the mean gradient, (outer, blocks); what this stage's
+        FP8 products found. Summed over the stages, not over the batch.
     """
     local, per_layer = layout.accumulate_locally, layout.blocks.layer()
     if layout.keeps_gathered:
-        weights = Weights(weights.outer, gathered(layout, weights))
+        weights = weights._replace(blocks=gathered(layout, weights))
     outer, layers = layout.zero_sums(full=local)
-    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers)
+    seen = layout.scaling.nothing_seen(weights.slots)
+    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
 
     def add(total: Any, grads: Any) -> Any:
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
@@ -56,19 +59,15 @@ def accumulate_gradients(
     def add_layer(total: Any, n: Array, grads: Any) -> Any:
         return stack.add(total, n, grads if local else per_layer.scatter(grads))
 
-    stage = make_stage(model, layout, weights, lambda outer, x, batch: _loss(model, outer, x, batch))
+    stage = make_stage(model, layout, weights, model.loss)
     sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
-    outer, layers = sums.outer, sums.layers
+    outer, layers, seen = sums.outer, sums.layers, sums.seen
     if local:
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
         outer = layout.scatter_outer(layout.in_order(layers, outer), layers)
     outer, layers = layout.complete((outer, layers))
     loss, outer = layout.pipeline.sum(layout.in_order(layers, (sums.loss, outer)))
-    return loss, (outer, layout.as_stored(layers))
-
-
-def _loss(model: Functions, outer: Any, x: Array, batch: Any) -> Array:
-    return jnp.sum(model.losses(outer, x, batch) * batch["weight"])
+    return loss, (outer, layout.as_stored(layers)), seen
 
 
 def gathered(layout: Layout, weights: Weights) -> Layers:
@@ -92,7 +91,7 @@ def make_stage(
         to: "invarying" where every data rank computes the same.
     """
     dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
-    block: Any = lambda w, x, batch, number: model.block(w, x, batch, dropout(batch), number)
+    block: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots)
 
     def embed(outer: Any, batch: Any) -> Array:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
@@ -105,25 +104,23 @@ def make_stage(
     if train:
         block = stack.checkpointed(block, layout.granularity, model.selective_policy)
     parts = pipeline.Model(embed, block, finish)
-    return pipeline.Stage(
-        layout.pipeline, parts, layout.pipeline.vary(weights.outer), layer, weights.blocks.count, layout.in_order
-    )
+    outer = layout.pipeline.vary(weights.outer)
+    return pipeline.Stage(layout.pipeline, parts, outer, layer, weights.blocks.count, layout.in_order, weights.slots)
 
 
-def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> Array:
-    """Sum of the losses of this rank's tokens that count, float32 [], the same on every stage.
+def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:
+    """The sums of `model.measures` over this rank's samples, float32 [] each, the same on every stage.
 
     The batch goes through the stages in micro-batches of `size` samples where it divides, else in one piece.
     """
     rows = batch["tokens"].shape[0]
     size = rows if rows % size else size
-    finish = lambda outer, x, batch: jnp.sum(model.losses(outer, x, batch) * batch["loss_mask"])
-    stage = make_stage(model, layout, weights, finish, train=False)
+    stage = make_stage(model, layout, weights, model.measures, train=False)
     return pipeline.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
 
 
-def logits(model: Functions, layout: Layout, weights: Weights, tokens: Array) -> Array:
-    """Logits of all tokens, float32 [B, T, V], the same on every rank."""
+def logits(model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array]) -> Array:
+    """Logits of all tokens of a batch, float32 [B, T, V], the same on every rank."""
     finish = lambda outer, x, batch: model.logits(outer, x)
     stage = make_stage(model, layout, weights, finish, train=False, to="invarying")
-    return pipeline.apply(stage, {"tokens": tokens[None]})
+    return pipeline.apply(stage, jax.tree.map(lambda x: x[None], batch))

@@ -24,15 +24,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.errors import JzeroError
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
-from jzero.models.gpt import Functions, functions
+from jzero.models.functions import Functions, functions
 from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
-from jzero.train.config import Config, gpt_config
-from jzero.train.layout import Layout, make_layout, threefry_key
+from jzero.train.config import Config, model_config
+from jzero.train.layout import BLOCKS, Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
 from jzero.train.schedule import schedule
 
@@ -45,6 +46,7 @@ class TrainState(NamedTuple):
     step: Array  # int32 []: steps done
     opt: Any  # jzero.ZeroState; before the parameters, or XLA copies 16-bit state on GPUs
     params: Any  # as the policy stores them: whole, or shards (Leaf.shard_shape)
+    fp8: Any = ()  # jzero.fp8.DelayedState of the layers' scales [L, P, 3], where they are delayed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,7 +74,8 @@ class Program:
         """The state as `jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
         params = self.layout.abstract_params()
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        return TrainState(step, self.layout.tx.init(params), params)  # type: ignore[arg-type]  abstract arrays
+        fp8 = self.layout.scaling.abstract()
+        return TrainState(step, self.layout.tx.init(params), params, fp8)  # type: ignore[arg-type]  abstract arrays
 
     @functools.cached_property
     def specs(self) -> TrainState:
@@ -88,8 +91,9 @@ class Program:
         """`key -> state`, jitted: what `init` does, of any key."""
 
         def build(key: Array) -> TrainState:
-            params = self.layout.store(self.model.init(key, self.layout.pipeline.chunks))
-            return TrainState(jnp.int32(0), self.layout.tx.init(params), params)
+            whole = self.model.init(key, self.layout.pipeline.chunks)
+            params, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
+            return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
@@ -105,20 +109,20 @@ class Program:
         """This process's rows of a batch -> global arrays, split over replica and data.
 
         Args:
-            batch: arrays [rows of this process, T].
+            batch: arrays [rows of this process, T], or [rows of this process].
         """
         sharding = NamedSharding(self.mesh, batch_spec())
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
     def abstract_batch(self) -> dict[str, Any]:
-        """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
+        """A training batch as `jax.ShapeDtypeStruct`s: [global_batch_size, encoder_seq_length], or without the last."""
         data = self.config.model.data
         optional = {"positions": data.reset_position_ids, "segments": data.reset_attention_mask}
-        names = ["tokens", "labels", "loss_mask", *(name for name, there in optional.items() if there)]
+        inputs = {**self.model.inputs, **{name: 2 for name, there in optional.items() if there}}
         shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
         sharding = NamedSharding(self.mesh, batch_spec())
         dtype = lambda name: jnp.float32 if name == "loss_mask" else jnp.int32
-        return {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=sharding) for name in names}
+        return {name: jax.ShapeDtypeStruct(shape[:n], dtype(name), sharding=sharding) for name, n in inputs.items()}
 
     # --- the compiled functions --------------------------------------------------------------------------------------
 
@@ -134,26 +138,47 @@ class Program:
         return jax.jit(mapped, donate_argnums=0, compiler_options=self.layout.compiler_options or None)
 
     @functools.cached_property
-    def evaluate(self) -> Callable[[Any, Batch], tuple[Array, Array]]:
-        """`(params, batch) -> (sum of the tokens' losses, number of tokens)`, float32 scalars over the whole batch."""
+    def measure(self) -> Callable[..., dict[str, tuple[Array, Array]]]:
+        """`(params, batch, fp8=()) -> {name of a mean: (sum, number of terms)}`, float32 [], over the whole batch.
+
+        The loss is the sum of all means whose names end in "loss"; that of the tokens is the first of them.
+        `fp8` is that of the state: delayed scales, which stay as they are.
+        """
         mapped = jax.shard_map(
-            self._evaluate, mesh=self.mesh, in_specs=(self.specs.params, batch_spec()), out_specs=PartitionSpec()
+            self._measure,
+            mesh=self.mesh,
+            in_specs=(self.specs.params, batch_spec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
         )
-        return jax.jit(mapped)
+        return jax.jit(lambda params, batch, fp8=(): mapped(params, batch, self._known(fp8)))
+
+    def evaluate(self, params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
+        """Sum of the tokens' losses and number of tokens that count, float32 scalars over the whole batch."""
+        found = self.measure(params, batch, fp8)
+        return found[next(name for name in found if name.endswith("loss"))]
 
     @functools.cached_property
-    def logits(self) -> Callable[[Any, Array], Array]:
-        """`(params, tokens [B, T]) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
+    def logits(self) -> Callable[..., Array]:
+        """`(params, tokens [B, T], fp8=()) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
 
-        With sequence parallelism T is a multiple of the tensor axis.
+        In the place of the tokens there may be a batch with what else the model reads. With sequence parallelism T is a
+        multiple of the tensor axis. `fp8` as for `measure`.
         """
         mapped = jax.shard_map(
             self._logits,
             mesh=self.mesh,
-            in_specs=(self.specs.params, PartitionSpec()),
+            in_specs=(self.specs.params, PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(mapped)
+        return jax.jit(lambda params, tokens, fp8=(): mapped(params, tokens, self._known(fp8)))
+
+    def _known(self, fp8: Any) -> Any:
+        """The scales that were handed in."""
+        if self.layout.scaling.delayed and not fp8:
+            raise JzeroError(
+                "model.fp8: expected the scales of delayed scaling, found none; hand in `state.fp8` as well"
+            )
+        return fp8
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """This rank's part of a step."""
@@ -163,16 +188,22 @@ class Program:
         batch["sample"] = (
             state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
         )
-        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
-        # then sums all three scalars, and no collective runs beside the loop over the layers.
-        positions = batch["loss_mask"].size
-        batch["weight"] = batch["loss_mask"] / positions
-        loss, grads = accumulate_gradients(self.model, self.layout, state.params, batch, self.config.num_micro_batches)
+        positions, count, params = batch["loss_mask"].size, jnp.sum(batch["loss_mask"]), state.params
+        if self.model.has_sample_loss:
+            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
+            tokens = collectives.total(count, BATCH_AXES)
+            params = self.layout.in_order(tokens, params)
+            batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
+            batch["sample_weight"] = jnp.full((rows,), 1 / rows, jnp.float32)
+        else:
+            # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's
+            # end then sums all three scalars, and no collective runs beside the loop over the layers.
+            batch["weight"] = batch["loss_mask"] / positions
+        slots, rounds = self.layout.scaling.slots(state.fp8), self.config.num_micro_batches
+        loss, grads, seen = accumulate_gradients(self.model, self.layout, params, batch, rounds, slots)
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
-        norm, (loss, tokens) = collectives.norm_and_totals(
-            shards, self.layout.plan.leaves, [loss, jnp.sum(batch["loss_mask"])], BATCH_AXES
-        )
-        per_token = positions * ranks / jnp.maximum(tokens, 1.0)
+        norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
+        per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
         new, opt, norm = self.layout.tx.update_shards(
             [g * per_token for g in shards], state.opt, own, norm=norm * per_token
         )
@@ -181,27 +212,33 @@ class Program:
             "grad_norm": norm,
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
-        return TrainState(state.step + 1, opt, self.layout.keep(new)), metrics
+        fp8 = self.layout.scaling.next(state.fp8, self.layout.in_order(norm, seen), jnp.isfinite(norm))
+        return TrainState(state.step + 1, opt, self.layout.keep(new), fp8), metrics
 
-    def _evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
-        weights = self.layout.start(params)
+    def _measure(self, params: Any, batch: Batch, fp8: Any) -> dict[str, tuple[Array, Array]]:
+        weights = self.layout.start(params, self.layout.scaling.slots(fp8))
         if self.layout.pipeline.size > 1:
-            losses = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
-            return collectives.total((losses, jnp.sum(batch["loss_mask"])), BATCH_AXES)
-        x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
-        x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
-        losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
-        return collectives.total((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
+            sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
+        else:
+            x = self.model.embed(weights.outer, batch, None)
+            block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
+            x = self.layout.in_order(weights.outer, x)
+            x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
+            sums = self.model.measures(weights.outer, x, batch)
+        counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
+        sums, counts = collectives.total((sums, counts), BATCH_AXES)
+        return {name: (sums[name], counts[name]) for name in sums}
 
-    def _logits(self, params: Any, tokens: Array) -> Array:
-        weights, batch = self.layout.start_everywhere(params), {"tokens": tokens}
+    def _logits(self, params: Any, tokens: Array | Batch, fp8: Any) -> Array:
+        slots = self.layout.scaling.slots(fp8, everywhere=True)
+        weights = self.layout.start_everywhere(params, slots)
+        batch = tokens if isinstance(tokens, dict) else {"tokens": tokens}
         if self.layout.pipeline.size > 1:
-            return pipelined.logits(self.model, self.layout, weights, tokens)
+            return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+        block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
         x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying")
+        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
         return self.model.logits(weights.outer, x)
 
     # --- what the user sees before the first step --------------------------------------------------------------------
@@ -230,7 +267,7 @@ def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> 
         >>> program.abstract.params["embedding"]["token"].shape
         (384, 768)
     """
-    architecture = gpt_config(config, vocab_size)
+    architecture = model_config(config, vocab_size)
     # The mesh may be described, so its platform need not be this process's. cuDNN's attention has no dropout.
     platform, dropout = mesh.devices.flat[0].platform, architecture.attention_dropout
     fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, platform) and not dropout
