@@ -84,15 +84,18 @@ class Program:
 
     def init(self) -> TrainState:
         """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
-        key = threefry_key(self.config.model.seed)
+        return self.create(threefry_key(self.config.model.seed))
+
+    @functools.cached_property
+    def create(self) -> Callable[[Array], TrainState]:
+        """`key -> state`, jitted: what `init` does, of any key."""
 
         def build(key: Array) -> TrainState:
             whole = self.model.init(key, self.layout.pipeline.chunks)
             params, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
             return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
 
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(build, out_shardings=shardings)(key)
+        return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
