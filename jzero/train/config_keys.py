@@ -262,6 +262,11 @@ class Model:
         choices=("auto", "xla", "cudnn"),
     )
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
+    restore_from_path: str | None = option(
+        None,
+        "Weights to start from, where the run has no checkpoint of its own: a folder of Hugging Face's (config.json "
+        "and safetensors), or the folder of another run.",
+    )
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

@@ -44,6 +44,7 @@ from jzero.train.start import (
     what_changed,
 )
 from jzero.train.step import build_program
+from jzero.train.weights import initial_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,10 @@ class Run:
         if not restored:
             if (self.folder.path / "metrics.jsonl").exists():
                 self.report.note(f"no checkpoint in {self.folder.path}: starting again from step 0")
-            return self.program.init(), 0
+            if self.config.model.restore_from_path is None:
+                return self.program.init(), 0
+            vocab_size = self.config.model.vocab_size or self.tokenizer.vocab_size
+            return self.program.start(initial_values(self.config, self.program, vocab_size, self.report.note)), 0
         state, record = restored
         for line in what_changed(record, self.config):
             self.report.note(line)

@@ -22,7 +22,7 @@ _PARALLEL = "this kind of parallelism is not available in this version; remove t
 
 HINTS = {
     "name": "use exp_manager.name",
-    "restore_from_path": "a run continues from its own folder: set exp_manager.exp_dir and exp_manager.name",
+    "restore_from_path": "use model.restore_from_path",
     **dict.fromkeys(
         (
             "trainer.accelerator",

@@ -28,6 +28,7 @@ from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
 from jzero.models.gpt import Functions, functions
 from jzero.optim import collectives
+from jzero.optim.convert import from_shards
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
@@ -89,6 +90,12 @@ class Program:
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         return jax.jit(build, out_shardings=shardings)(key)
+
+    def start(self, values: Any) -> TrainState:
+        """A new state from float32 shards of the parameters (`Layout.shards`), to which masters keep every bit."""
+        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        return jax.device_put(TrainState(jnp.int32(0), opt, params), shardings)
 
     # --- batches -----------------------------------------------------------------------------------------------------
 

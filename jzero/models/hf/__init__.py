@@ -5,6 +5,6 @@
 
 from jzero.models.hf.configs import from_hf, to_hf
 from jzero.models.hf.files import is_hf_folder
-from jzero.models.hf.weights import load, read_config, save
+from jzero.models.hf.weights import check, load, read_config, save
 
-__all__ = ["from_hf", "is_hf_folder", "load", "read_config", "save", "to_hf"]
+__all__ = ["check", "from_hf", "is_hf_folder", "load", "read_config", "save", "to_hf"]

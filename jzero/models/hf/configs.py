@@ -35,7 +35,7 @@ def to_hf(config: GPTConfig) -> Keys:
         JzeroError: no architecture at Hugging Face says what this model computes.
 
     Example:
-        >>> to_hf(GPTConfig(vocab_size=64, vocab_padding=3, num_layers=2, hidden_size=32))["vocab_size"]
+        >>> to_hf(GPTConfig(vocab_size=64, vocab_padding=3, hidden_size=48))["vocab_size"]
         61
     """
     return _WRITE[kind(config)](config)

@@ -174,6 +174,7 @@ def write_files(folder: Path, files: Sequence[Sequence[str]], tensors: Iterator[
         if list(content) != list(names):
             raise ValueError(f"tensors: expected {list(names)}, found {list(content)}")
         library.numpy.save_file(content, str(folder / file), metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # the library makes it readable by its owner alone
         where |= dict.fromkeys(names, file)
         total += sum(x.nbytes for x in content.values())
     if len(files) > 1:

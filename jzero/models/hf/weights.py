@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,16 @@ def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None 
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
+def check(folder: str | Path, config: GPTConfig) -> None:
+    """Looks at the names and shapes of a folder's tensors; reads none.
+
+    Raises:
+        JzeroError: they are not those of the model.
+    """
+    with Tensors(Path(folder)) as tensors:
+        _checked(_table(config), tensors, config)
+
+
 def save(
     folder: str | Path,
     config: GPTConfig,
@@ -88,6 +98,7 @@ def save(
     dtype: Any = None,
     max_bytes: int = 5 * 10**9,
     beside: Sequence[Path] = (),
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a model as Hugging Face's transformers read it; the folder appears complete, or not at all.
 
@@ -101,6 +112,7 @@ def save(
         dtype: of the tensors; None: the parameters' own.
         max_bytes: most bytes of a file; more are several files with an index.
         beside: files to copy into the folder, such as tokenizer.json.
+        extra: further keys of config.json, such as eos_token_id.
 
     Raises:
         JzeroError: Hugging Face has no such architecture, or there is something at `folder`.
@@ -120,7 +132,7 @@ def save(
         return
     with files.new_folder(Path(folder)) as new:
         files.write_files(new, files.assign(order, max_bytes), tensors)
-        values["dtype"] = kind(table.rows[0]).name
+        values |= {"dtype": kind(table.rows[0]).name, **(extra or {})}
         (new / files.CONFIG).write_text(json.dumps(values, indent=2) + "\n")
         for path in beside:
             shutil.copyfile(path, new / path.name)
@@ -214,25 +226,30 @@ def _fill(
 
 def _pieces(x: jax.Array, row: Row, layer: int, sizes: tables.Sizes) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of one layer's part of a parameter."""
-    whole = _layer(x, layer) if _stacked(row) else _whole(x)
+    whole = _host(x, layer if _stacked(row) else None)
     for piece in row.pieces:
         ends = zip(_offsets(row, piece, sizes), tables.shape(piece.ours, sizes), strict=True)
         part = whole[tuple(slice(offset, offset + n) for offset, n in ends)]
         yield piece.name.replace("{}", str(layer)), tables.to_theirs(part, piece)
 
 
-def _layer(x: jax.Array, layer: int) -> np.ndarray:
-    take = _taking(x.sharding.mesh) if isinstance(x.sharding, NamedSharding) else _take
-    return np.asarray(take(x, layer))
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    return _layer(x[None], 0)
-
-
-_take = jax.jit(lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+def _host(x: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
+    """The whole of an array, or of one element of its first dimension, on the host."""
+    if not isinstance(x, jax.Array):
+        return x if layer is None else x[layer]
+    if x.is_fully_addressable and next(iter(x.devices())).platform == "cpu":  # where NumPy sees the shards themselves
+        out = np.empty(x.shape if layer is None else x.shape[1:], x.dtype)
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0 and layer is None:
+                out[shard.index] = np.asarray(shard.data)
+            elif shard.replica_id == 0 and layer in range(*shard.index[0].indices(x.shape[0])):
+                out[shard.index[1:]] = np.asarray(shard.data)[layer - (shard.index[0].start or 0)]
+        return out
+    mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    return np.asarray(_taking(mesh)(x) if layer is None else _taking(mesh)(x, layer))
 
 
 @functools.cache
 def _taking(mesh: Any) -> Any:
-    return jax.jit(_take, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    take = lambda x, layer=None: x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    return jax.jit(take, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))
