@@ -76,6 +76,7 @@ class GPT(nnx.Module):
         params: uses these instead: a nested dict of arrays.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> config = GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
         >>> model = GPT(config, rngs=nnx.Rngs(0))
         >>> model(jnp.zeros((1, 8), jnp.int32)).shape

@@ -100,7 +100,7 @@ def generate_from_run(
 
     Args:
         run: the run folder.
-        prompt: text to continue.
+        prompt: text to continue; for a BERT, to be filled in where it says [MASK].
         checkpoint: "best" (lowest validation loss; the last if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read.
         **options: tokens, temperature, top_k, seed of `generate`.
@@ -112,6 +112,7 @@ def generate_from_run(
     from jzero.train.checkpoint import load_params
     from jzero.train.config import load_config
     from jzero.train.devices import build_mesh
+    from jzero.train.fill import fill
     from jzero.train.memory import memory_errors
     from jzero.train.step import build_program
 
@@ -124,6 +125,9 @@ def generate_from_run(
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
     with memory_errors(config):
         params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
+        if config.model.type == "bert":
+            yield fill(program, params, tokenizer, prompt)
+            return
         yield prompt
         yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
 
