@@ -130,8 +130,21 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _build(arguments: argparse.Namespace) -> None:
     from jzero.data.text import build
 
-    built = build(arguments.input, arguments.tokenizer, arguments.output)
+    built = build(arguments.input, arguments.tokenizer, arguments.output, split=arguments.split_sentences)
     print(f"{arguments.output}: {built.documents:,} documents, {built.tokens:,} tokens")
+
+
+def _tokenizer(arguments: argparse.Namespace) -> None:
+    from jzero.data.tokenizer import train_tokenizer
+
+    made = train_tokenizer(
+        arguments.input,
+        arguments.output,
+        vocab_size=arguments.vocab_size,
+        kind=arguments.kind,
+        lowercase=arguments.lowercase,
+    )
+    print(f"{arguments.output}: {made.vocab_size:,} entries")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -160,7 +173,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("jzero", description="Trains GPT models in JAX with a sharded optimizer.")
+    parser = _Parser("jzero", description="Trains GPT and BERT models in JAX with a sharded optimizer.")
     parser.add_argument("--version", action="version", version=f"jzero {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -176,11 +189,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train, command=train)
 
-    generate = commands.add_parser("generate", help="continue a text with a trained model")
+    generate = commands.add_parser("generate", help="continue a text with a trained model, or fill its gaps")
     generate.add_argument(
         "run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/gpt_tiny, or one of Hugging Face's"
     )
-    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--prompt", required=True, help="the text to continue; for a BERT one with [MASK]")
     generate.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default 0.8)")
     generate.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all (default 50)")
@@ -196,7 +209,15 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--input", metavar="FILE", nargs="+", required=True, help="text files, or .jsonl with key text")
     build.add_argument("--tokenizer", required=True, help='"bytes", or the path of a tokenizer.json')
     build.add_argument("--output", metavar="PREFIX", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    build.add_argument("--split-sentences", action="store_true", help="a sequence per sentence, as BERT needs it")
     build.set_defaults(run=_build, command=build)
+    tokenizer = data.add_parser("tokenizer", help="train a tokenizer on text files")
+    tokenizer.add_argument("--input", metavar="FILE", nargs="+", required=True, help="as for build")
+    tokenizer.add_argument("--vocab-size", type=int, required=True, help="entries of the vocabulary")
+    tokenizer.add_argument("--kind", choices=("wordpiece", "bpe"), default="wordpiece", help="default wordpiece")
+    tokenizer.add_argument("--lowercase", action="store_true", help="lower case, without accents (wordpiece)")
+    tokenizer.add_argument("--output", metavar="FILE", required=True, help="writes this tokenizer.json")
+    tokenizer.set_defaults(run=_tokenizer, command=tokenizer)
     return parser
 
 

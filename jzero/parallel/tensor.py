@@ -103,6 +103,12 @@ class TensorParallel:
         count = x.shape[dimension] // self.size
         return jax.lax.dynamic_slice_in_dim(x, self.first(count), count, dimension)
 
+    def from_first_position(self, value: Array) -> Array:
+        """What was computed from the first of this rank's positions -> what the sequence's first position gives."""
+        if self.size == 1 or not self.sequence:
+            return value
+        return jax.lax.psum(jnp.where(jax.lax.axis_index(AXIS) == 0, value, 0), AXIS)
+
     def first_position(self, count: int) -> Array | int:
         """Where the `count` positions begin that this rank computes between the matrices."""
         return self.first(count) if self.sequence else 0
@@ -149,6 +155,17 @@ class TensorParallel:
         if self.size == 1:
             return logits
         return jax.lax.all_gather(logits, AXIS, axis=2, tiled=True, to="invarying")
+
+    def likeliest(self, logits: Array, padding: int = 0) -> Array:
+        """The token of the largest of the logits [B, T, V/N], int32 [B, T]; of equal ones the first, never padding."""
+        logits = _without_padding(self, padding, logits)
+        own = jnp.argmax(logits, -1).astype(jnp.int32)
+        if self.size == 1:
+            return own
+        largest = logits.max(-1)
+        first = self.first(logits.shape[-1])
+        candidate = jnp.where(largest == jax.lax.pmax(largest, AXIS), own + first, jnp.iinfo(jnp.int32).max)
+        return jax.lax.pmin(candidate, AXIS)
 
     # --- checks ------------------------------------------------------------------------------------------------------
 

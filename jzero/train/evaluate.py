@@ -6,16 +6,18 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jzero.data.blend import Blend
 from jzero.data.gpt import GPTDataset
-from jzero.data.loader import SPLITS, Dataset, build_datasets
+from jzero.data.loader import SPLITS, build_datasets
 from jzero.errors import JzeroError
 from jzero.models.hf import is_hf_folder
 from jzero.train.memory import memory_errors
+from jzero.train.metrics import means
 from jzero.train.step import Program
 from jzero.train.weights import open_model
 
@@ -31,9 +33,10 @@ def evaluate(
     checkpoint: str = "best",
     note: Callable[[str], None] = print,
 ) -> dict[str, float]:
-    """The loss of a model, its mean over all tokens of the documents; each is a label once, but for the very first.
+    """What a model makes of documents, as means over their tokens: each is a label once, but for the very first.
 
-    Several files of a configuration are read one after another, and count by their tokens.
+    Several files of a configuration are read one after another, and count by their tokens. For a BERT the tokens are
+    those that the samples of one epoch mask, in whole batches.
 
     Args:
         source: what `jzero.train.weights.open_model` takes.
@@ -44,7 +47,7 @@ def evaluate(
         note: called with one line where there is something to say.
 
     Returns:
-        "loss" (natural logarithm), "perplexity" and "tokens".
+        "loss" (natural logarithm), "perplexity" of a GPT, "lm_accuracy" and the like of a BERT, and "tokens".
 
     Raises:
         JzeroError: there is no such model, or no such documents.
@@ -65,22 +68,27 @@ def evaluate(
             f"model.data.splits_string: expected documents in the split {split or 'validation'}, found none with "
             f"{config.model.data.splits_string}"
         )
-    total, count = 0.0, 0.0
+    sums, tokens = [], 0.0
     with memory_errors(config):
         for dataset in found.datasets if isinstance(found, Blend) else [found]:
             for batch in _batches(dataset, program, config.model.global_batch_size):
-                sums = jax.block_until_ready(program.evaluate(params, program.place(batch)))
-                total, count = total + float(sums[0]), count + float(sums[1])
-    loss = total / max(count, 1.0)
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
+                sums.append(jax.device_get(program.measure(params, program.place(batch))))
+                tokens += float(next(pair for name, pair in sums[-1].items() if name.endswith("loss"))[1])
+    measured = {name.removeprefix("val_"): value for name, value in means(sums).items()}
+    if config.model.type == "gpt":
+        measured["perplexity"] = math.exp(min(measured["loss"], 700.0))
+    return {**measured, "tokens": tokens}
 
 
-def _batches(dataset: Dataset, program: Program, size: int) -> Iterator[dict[str, np.ndarray]]:
-    """This process's rows of batches in which every sample comes once; the last is filled up with rows of no weight."""
-    assert isinstance(dataset, GPTDataset)
-    rows = range(size)[program.local_rows(size)]
-    for first in range(0, len(dataset), size):
-        samples = [dataset.once(min(first + row, len(dataset) - 1)) for row in rows]
-        for row, sample in zip(rows, samples, strict=True):
-            sample["loss_mask"] *= first + row < len(dataset)
+def _batches(dataset: Any, program: Program, size: int) -> Iterator[dict[str, np.ndarray]]:
+    """This process's rows of batches in which a GPT's samples come once, a last one filled up with rows of no weight.
+
+    Of samples that have a loss of their own, whole batches, and at least one.
+    """
+    exact, count, rows = isinstance(dataset, GPTDataset), len(dataset), range(size)[program.local_rows(size)]
+    for first in range(0, count if exact else max(count // size, 1) * size, size):
+        numbers = [first + row for row in rows]
+        samples = [dataset.once(min(n, count - 1)) if exact else dataset[n] for n in numbers]
+        for n, sample in zip(numbers, samples, strict=True):
+            sample["loss_mask"] = sample["loss_mask"] * (n < count or not exact)
         yield {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}

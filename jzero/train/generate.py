@@ -99,7 +99,7 @@ def generate_from_run(
 
     Args:
         run: the run folder, or whatever else `open_model` takes.
-        prompt: text to continue.
+        prompt: text to continue; for a BERT, to be filled in where it says [MASK].
         checkpoint: "best" (lowest validation loss; the last if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read.
         **options: tokens, temperature, top_k, seed of `generate`.
@@ -107,12 +107,16 @@ def generate_from_run(
     Raises:
         JzeroError: there is no such run, or no such checkpoint that can be read.
     """
+    from jzero.train.fill import fill
     from jzero.train.memory import memory_errors
     from jzero.train.weights import open_model
 
     check_options(**options)
     config, program, params, tokenizer = open_model(run, checkpoint=checkpoint, note=note)
     with memory_errors(config):
+        if config.model.type == "bert":
+            yield fill(program, params, tokenizer, prompt)
+            return
         yield prompt
         yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
 

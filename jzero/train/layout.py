@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
-from jzero.models.gpt import Functions
+from jzero.models.functions import Functions
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.pipeline import Pipeline, make_pipeline

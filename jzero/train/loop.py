@@ -28,9 +28,10 @@ from jzero.errors import JzeroError
 from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
+from jzero.train.fill import fill
 from jzero.train.generate import generate
 from jzero.train.memory import memory_errors
-from jzero.train.metrics import Metrics
+from jzero.train.metrics import Metrics, means
 from jzero.train.progress import Reporter
 from jzero.train.record import Record
 from jzero.train.signals import StopSignals
@@ -243,16 +244,16 @@ class Run:
         data = batches(self.val_data, batch_size=self.batch_size, rows=self.rows)
         try:
             for _ in range(self.val_batches):
-                sums.append(self.program.evaluate(self.state.params, self.program.place(next(data))))
+                sums.append(self.program.measure(self.state.params, self.program.place(next(data))))
                 if self.on_cpu:
                     jax.block_until_ready(sums[-1])
                 if stop.at_once:
                     return
         finally:
             data.close()
-        total, count = (sum(map(float, values)) for values in zip(*sums, strict=True))
-        self.val_loss, self.val_step = total / max(count, 1.0), self.step
-        record = {"step": self.step, "val_loss": self.val_loss}
+        self.val_step, measured = self.step, means(sums)
+        self.val_loss = measured["val_loss"]
+        record = {"step": self.step, **measured}
         self._record(record)
         self.report.evaluation(record)
         self._check_finite(record)
@@ -310,6 +311,10 @@ class Run:
         options = self.config.generate
         if not options.tokens:
             return None
+        if self.config.model.type == "bert":
+            text = fill(self.program, self.state.params, self.tokenizer, options.prompt)
+            self.report.note(f"\n{options.prompt}\n{text}\n")
+            return text
         text = generate(
             self.program,
             self.state.params,
@@ -334,7 +339,7 @@ class Run:
         use = ""
         if self.checkpoints and self.checkpoints.steps:
             prompt = shlex.quote(self.config.generate.prompt)
-            use = f"; more text: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
+            use = f"; more: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
         self.report.note(f"finished after step {self.step}{measured}{use}")
 
     def _abandon(self) -> None:

@@ -26,13 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
-from jzero.models.gpt import Functions, functions
+from jzero.models.functions import Functions, functions
 from jzero.optim import collectives
 from jzero.optim.convert import from_shards
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
-from jzero.train.config import Config, gpt_config
+from jzero.train.config import Config, model_config
 from jzero.train.layout import Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
 from jzero.train.schedule import schedule
@@ -109,20 +109,20 @@ class Program:
         """This process's rows of a batch -> global arrays, split over replica and data.
 
         Args:
-            batch: arrays [rows of this process, T].
+            batch: arrays [rows of this process, T], or [rows of this process].
         """
         sharding = NamedSharding(self.mesh, batch_spec())
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
     def abstract_batch(self) -> dict[str, Any]:
-        """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
+        """A training batch as `jax.ShapeDtypeStruct`s: [global_batch_size, encoder_seq_length], or without the last."""
         data = self.config.model.data
         optional = {"positions": data.reset_position_ids, "segments": data.reset_attention_mask}
-        names = ["tokens", "labels", "loss_mask", *(name for name, there in optional.items() if there)]
+        inputs = {**self.model.inputs, **{name: 2 for name, there in optional.items() if there}}
         shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
         sharding = NamedSharding(self.mesh, batch_spec())
         dtype = lambda name: jnp.float32 if name == "loss_mask" else jnp.int32
-        return {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=sharding) for name in names}
+        return {name: jax.ShapeDtypeStruct(shape[:n], dtype(name), sharding=sharding) for name, n in inputs.items()}
 
     # --- the compiled functions --------------------------------------------------------------------------------------
 
@@ -138,18 +138,27 @@ class Program:
         return jax.jit(mapped, donate_argnums=0, compiler_options=self.layout.compiler_options or None)
 
     @functools.cached_property
-    def evaluate(self) -> Callable[[Any, Batch], tuple[Array, Array]]:
-        """`(params, batch) -> (sum of the tokens' losses, number of tokens)`, float32 scalars over the whole batch."""
+    def measure(self) -> Callable[[Any, Batch], dict[str, tuple[Array, Array]]]:
+        """`(params, batch) -> {name of a mean: (sum, number of terms)}`, float32 scalars over the whole batch.
+
+        The loss is the sum of all means whose names end in "loss"; that of the tokens is the first of them.
+        """
         mapped = jax.shard_map(
-            self._evaluate, mesh=self.mesh, in_specs=(self.specs.params, batch_spec()), out_specs=PartitionSpec()
+            self._measure, mesh=self.mesh, in_specs=(self.specs.params, batch_spec()), out_specs=PartitionSpec()
         )
         return jax.jit(mapped)
 
+    def evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+        """Sum of the tokens' losses and number of tokens that count, float32 scalars over the whole batch."""
+        found = self.measure(params, batch)
+        return found[next(name for name in found if name.endswith("loss"))]
+
     @functools.cached_property
-    def logits(self) -> Callable[[Any, Array], Array]:
+    def logits(self) -> Callable[[Any, Array | Batch], Array]:
         """`(params, tokens [B, T]) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
 
-        With sequence parallelism T is a multiple of the tensor axis.
+        In the place of the tokens there may be a batch with what else the model reads. With sequence parallelism T is a
+        multiple of the tensor axis.
         """
         mapped = jax.shard_map(
             self._logits,
@@ -167,16 +176,21 @@ class Program:
         batch["sample"] = (
             state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
         )
-        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
-        # then sums all three scalars, and no collective runs beside the loop over the layers.
-        positions = batch["loss_mask"].size
-        batch["weight"] = batch["loss_mask"] / positions
-        loss, grads = accumulate_gradients(self.model, self.layout, state.params, batch, self.config.num_micro_batches)
+        positions, count, params = batch["loss_mask"].size, jnp.sum(batch["loss_mask"]), state.params
+        if self.model.has_sample_loss:
+            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
+            tokens = collectives.total(count, BATCH_AXES)
+            params = self.layout.in_order(tokens, params)
+            batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
+            batch["sample_weight"] = jnp.full((rows,), 1 / rows, jnp.float32)
+        else:
+            # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's
+            # end then sums all three scalars, and no collective runs beside the loop over the layers.
+            batch["weight"] = batch["loss_mask"] / positions
+        loss, grads = accumulate_gradients(self.model, self.layout, params, batch, self.config.num_micro_batches)
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
-        norm, (loss, tokens) = collectives.norm_and_totals(
-            shards, self.layout.plan.leaves, [loss, jnp.sum(batch["loss_mask"])], BATCH_AXES
-        )
-        per_token = positions * ranks / jnp.maximum(tokens, 1.0)
+        norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
+        per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
         new, opt, norm = self.layout.tx.update_shards(
             [g * per_token for g in shards], state.opt, own, norm=norm * per_token
         )
@@ -187,21 +201,24 @@ class Program:
         }
         return TrainState(state.step + 1, opt, self.layout.keep(new)), metrics
 
-    def _evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+    def _measure(self, params: Any, batch: Batch) -> dict[str, tuple[Array, Array]]:
         weights = self.layout.start(params)
         if self.layout.pipeline.size > 1:
-            losses = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
-            return collectives.total((losses, jnp.sum(batch["loss_mask"])), BATCH_AXES)
-        x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
-        x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
-        losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
-        return collectives.total((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
+            sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
+        else:
+            x = self.model.embed(weights.outer, batch, None)
+            block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+            x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
+            sums = self.model.measures(weights.outer, x, batch)
+        counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
+        sums, counts = collectives.total((sums, counts), BATCH_AXES)
+        return {name: (sums[name], counts[name]) for name in sums}
 
-    def _logits(self, params: Any, tokens: Array) -> Array:
-        weights, batch = self.layout.start_everywhere(params), {"tokens": tokens}
+    def _logits(self, params: Any, tokens: Array | Batch) -> Array:
+        weights = self.layout.start_everywhere(params)
+        batch = tokens if isinstance(tokens, dict) else {"tokens": tokens}
         if self.layout.pipeline.size > 1:
-            return pipelined.logits(self.model, self.layout, weights, tokens)
+            return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i: self.model.block(w, x, batch, None, i)
         x = self.layout.in_order(weights.outer, x)
@@ -234,7 +251,7 @@ def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> 
         >>> program.abstract.params["embedding"]["token"].shape
         (384, 768)
     """
-    architecture = gpt_config(config, vocab_size)
+    architecture = model_config(config, vocab_size)
     # The mesh may be described, so its platform need not be this process's. cuDNN's attention has no dropout.
     platform, dropout = mesh.devices.flat[0].platform, architecture.attention_dropout
     fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, platform) and not dropout

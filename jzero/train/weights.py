@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import yaml
 from jax.sharding import NamedSharding
 
-from jzero.data.loader import config_tokenizer
+from jzero.data.loader import config_tokenizer, tokenizer_path
 from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
-from jzero.models import hf
+from jzero.models import BertConfig, hf
 from jzero.train.checkpoint import load_params
-from jzero.train.config import Config, Model, gpt_config, load_config
+from jzero.train.config import Config, Model, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.devices import build_mesh
 from jzero.train.files import disk_errors, write_atomic
@@ -97,7 +97,7 @@ def _config_of(source: Path, overrides: Sequence[str]) -> Config:
     if hf.is_hf_folder(source):
         written = lambda value: value if isinstance(value, str) else json.dumps(value)
         own = [f"model.{key}={written(value)}" for key, value in _model_keys(source).items()]
-        return load_config(None, ["trainer.precision=32", *own, *overrides])
+        return load_config(None, ["trainer.precision=32", "generate.tokens=0", *own, *overrides])
     if source.is_dir() or not source.exists():
         raise JzeroError(
             f"{source}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run, or a "
@@ -126,7 +126,7 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     if hf.is_hf_folder(path):
         place = lambda leaf: NamedSharding(layout.mesh, leaf.param_spec if leaf.split is None else leaf.shard_spec)
         likes = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=place(leaf)) for leaf in layout.plan.leaves]
-        values = hf.load(path, gpt_config(config, vocab_size), layout.plan.unflatten(likes))
+        values = hf.load(path, model_config(config, vocab_size), layout.plan.unflatten(likes))
         note(f"starting from the weights of {path}")
         return jax.jit(layout.shards, donate_argnums=0, out_shardings=_shardings(program))(values)
     if not (path / "config.yaml").is_file():
@@ -181,8 +181,9 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
         raise JzeroError(f"{output}: expected a folder to write {source} into, found the name of a file")
     opened = open_model(source, checkpoint=checkpoint, note=note)
     config, tokenizer = opened.config, opened.tokenizer
-    architecture = gpt_config(config, config.model.vocab_size or tokenizer.vocab_size)
-    files = [Path(os.path.expanduser(config.model.tokenizer.model))] if config.model.tokenizer.model else []
+    architecture = model_config(config, config.model.vocab_size or tokenizer.vocab_size)
+    path = tokenizer_path(config)
+    files = [path] if path else []
     ends = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     with disk_errors(str(output)):
         hf.save(output, architecture, opened.params, beside=files, extra=ends)
@@ -196,7 +197,8 @@ def _import(source: Path, output: Path) -> None:
     hf.check(source, hf.read_config(source))
     plain = dataclasses.asdict(Model())
     chosen = {key: value for key, value in _model_keys(source).items() if value != plain[key]}
-    text = yaml.safe_dump({"exp_manager": {"name": output.stem}, "model": chosen}, sort_keys=False)
+    sections = {"exp_manager": {"name": output.stem}, "model": chosen, "generate": {"tokens": 0}}
+    text = yaml.safe_dump(sections, sort_keys=False)
     with disk_errors(str(output)):
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(output, f"# Trains from the weights of {source}; set {' and '.join(_IMPORTED)}.\n{text}")
@@ -208,6 +210,8 @@ def _model_keys(folder: Path) -> dict[str, Any]:
     config = hf.read_config(folder)
     shared = {field.name for field in dataclasses.fields(Model)} & {field.name for field in dataclasses.fields(config)}
     keys = {name: getattr(config, name) for name in shared}
+    keys["type"] = "bert" if isinstance(config, BertConfig) else "gpt"
+    keys["data"] = {"data_prefix": "data/text"}  # the built-in corpus has tokens of its own
     keys["encoder_seq_length"] = min(config.max_position_embeddings, _LONGEST)
     keys["restore_from_path"] = os.path.abspath(folder)
     if (folder / "tokenizer.json").is_file():

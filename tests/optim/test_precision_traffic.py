@@ -16,7 +16,7 @@ from oracles import traffic
 import jzero
 from jzero.models.gpt import functions
 from jzero.plan import hlo, targets
-from jzero.train.config import gpt_config, load_config
+from jzero.train.config import load_config, model_config
 
 pytestmark = [
     pytest.mark.gpu_compiler,
@@ -36,7 +36,7 @@ CASES = {  # options, and the least bytes per parameter: of a first pass for the
 
 @functools.cache
 def gpt2():
-    model = functions(gpt_config(load_config(None), 50257))
+    model = functions(model_config(load_config(None), 50257))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), model.abstract), model.decay
 
 

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face: GPT-2 and Llama-style models, as safetensors in their own names.
+"""Weights from and to Hugging Face: GPT-2, Llama-style models and BERT, as safetensors in their own names.
 
 `tables.py` says what each architecture's tensors are called and how they lie; `configs.py` does so for config.json.
 """

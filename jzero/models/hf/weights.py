@@ -16,25 +16,26 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jzero.errors import JzeroError
-from jzero.models.gpt import GPTConfig, describe
+from jzero.models.config import TransformerConfig
+from jzero.models.functions import functions
 from jzero.models.hf import configs, files, tables
 from jzero.models.hf.files import Tensors
 from jzero.models.hf.tables import Piece, Row, Table
-from jzero.models.parameters import Tree, abstract
+from jzero.models.parameters import Tree
 
 _MAX_NAMED = 3  # of the tensors that an error names
 
 
-def read_config(folder: str | Path) -> GPTConfig:
-    """The architecture of the model in a folder of Hugging Face's; its parameters are float32.
+def read_config(folder: str | Path) -> TransformerConfig:
+    """The architecture (`GPTConfig` or `BertConfig`) of the model in a folder of Hugging Face's; float32.
 
     Raises:
         JzeroError: there is no config.json, or it is of a model that does not exist here.
     """
-    return GPTConfig(**configs.from_hf(files.read_json(Path(folder) / files.CONFIG)))
+    return configs.from_hf(files.read_json(Path(folder) / files.CONFIG))
 
 
-def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None = None) -> Tree:
+def load(folder: str | Path, config: TransformerConfig | None = None, like: Tree | None = None) -> Tree:
     """The parameters of the model in a folder of Hugging Face's, straight onto the devices.
 
     Each device reads its own part of each tensor: neither a device nor the host holds the model, or more of it than one
@@ -55,16 +56,16 @@ def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None 
 
     Example:
         >>> import tempfile
-        >>> from jzero.models import functions
+        >>> from jzero.models import GPTConfig
         >>> config = GPTConfig(vocab_size=64, num_layers=2, hidden_size=32, num_attention_heads=4)
         >>> folder = Path(tempfile.mkdtemp()) / "model"
         >>> save(folder, config, functions(config).init(jax.random.key(0)))
-        >>> GPTConfig(**vars(read_config(folder))).num_layers, load(folder)["blocks"]["mlp"]["up"]["bias"].shape
+        >>> read_config(folder).num_layers, load(folder)["blocks"]["mlp"]["up"]["bias"].shape
         (2, (2, 128))
     """
     folder = Path(folder)
     config = config or read_config(folder)
-    wanted = abstract(describe(config)) if like is None else like
+    wanted = functions(config).abstract if like is None else like
     sizes = tables.sizes(config)
     with Tensors(folder) as tensors:
         table = _checked(_table(config), tensors, config)
@@ -80,7 +81,7 @@ def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None 
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
-def check(folder: str | Path, config: GPTConfig) -> None:
+def check(folder: str | Path, config: TransformerConfig) -> None:
     """Looks at the names and shapes of a folder's tensors; reads none.
 
     Raises:
@@ -92,7 +93,7 @@ def check(folder: str | Path, config: GPTConfig) -> None:
 
 def save(
     folder: str | Path,
-    config: GPTConfig,
+    config: TransformerConfig,
     params: Tree,
     *,
     dtype: Any = None,
@@ -138,7 +139,7 @@ def save(
             shutil.copyfile(path, new / path.name)
 
 
-def _table(config: GPTConfig) -> Table:
+def _table(config: TransformerConfig) -> Table:
     return tables.TABLES[configs.kind(config)](config)
 
 
@@ -146,7 +147,7 @@ def _stacked(row: Row) -> bool:
     return "{}" in row.pieces[0].name
 
 
-def _each(table: Table, config: GPTConfig) -> Iterator[tuple[Row, int]]:
+def _each(table: Table, config: TransformerConfig) -> Iterator[tuple[Row, int]]:
     """Rows with the number of a layer: what is outside of the layers once, then layer by layer."""
     for row in table.rows:
         if not _stacked(row):
@@ -160,7 +161,7 @@ def _each(table: Table, config: GPTConfig) -> Iterator[tuple[Row, int]]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(table: Table, tensors: Tensors, config: GPTConfig) -> Table:
+def _checked(table: Table, tensors: Tensors, config: TransformerConfig) -> Table:
     """The table with the names that the files have; raises unless they hold exactly what it says."""
     if not any(name.startswith(table.prefix) for name in tensors.shapes):  # saved without its head
         bare = lambda piece: piece._replace(name=piece.name.removeprefix(table.prefix))
@@ -240,9 +241,11 @@ def _host(x: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
     if x.is_fully_addressable and next(iter(x.devices())).platform == "cpu":  # where NumPy sees the shards themselves
         out = np.empty(x.shape if layer is None else x.shape[1:], x.dtype)
         for shard in x.addressable_shards:
-            if shard.replica_id == 0 and layer is None:
+            if shard.replica_id:
+                continue
+            if layer is None:
                 out[shard.index] = np.asarray(shard.data)
-            elif shard.replica_id == 0 and layer in range(*shard.index[0].indices(x.shape[0])):
+            elif layer in range(*shard.index[0].indices(x.shape[0])):
                 out[shard.index[1:]] = np.asarray(shard.data)[layer - (shard.index[0].start or 0)]
         return out
     mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
