@@ -28,6 +28,7 @@ from jzero.errors import JzeroError
 from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
+from jzero.train.fill import fill
 from jzero.train.generate import generate
 from jzero.train.memory import memory_errors
 from jzero.train.metrics import Metrics, means
@@ -44,6 +45,7 @@ from jzero.train.start import (
     what_changed,
 )
 from jzero.train.step import build_program
+from jzero.train.weights import initial_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +168,10 @@ class Run:
         if not restored:
             if (self.folder.path / "metrics.jsonl").exists():
                 self.report.note(f"no checkpoint in {self.folder.path}: starting again from step 0")
-            return self.program.init(), 0
+            if self.config.model.restore_from_path is None:
+                return self.program.init(), 0
+            vocab_size = self.config.model.vocab_size or self.tokenizer.vocab_size
+            return self.program.start(initial_values(self.config, self.program, vocab_size, self.report.note)), 0
         state, record = restored
         for line in what_changed(record, self.config):
             self.report.note(line)
@@ -306,6 +311,10 @@ class Run:
         options = self.config.generate
         if not options.tokens:
             return None
+        if self.config.model.type == "bert":
+            text = fill(self.program, self.state.params, self.tokenizer, options.prompt)
+            self.report.note(f"\n{options.prompt}\n{text}\n")
+            return text
         text = generate(
             self.program,
             self.state.params,
@@ -330,7 +339,7 @@ class Run:
         use = ""
         if self.checkpoints and self.checkpoints.steps:
             prompt = shlex.quote(self.config.generate.prompt)
-            use = f"; more text: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
+            use = f"; more: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
         self.report.note(f"finished after step {self.step}{measured}{use}")
 
     def _abandon(self) -> None:

@@ -29,6 +29,7 @@ from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
 from jzero.models.functions import Functions, functions
 from jzero.optim import collectives
+from jzero.optim.convert import from_shards
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
@@ -96,6 +97,12 @@ class Program:
             return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
+
+    def start(self, values: Any) -> TrainState:
+        """A new state from float32 shards of the parameters (`Layout.shards`), to which masters keep every bit."""
+        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        return jax.device_put(TrainState(jnp.int32(0), opt, params), shardings)
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
