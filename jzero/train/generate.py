@@ -35,6 +35,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    fp8: Any = (),
 ) -> str:
     """The prompt and its continuation.
 
@@ -47,6 +48,7 @@ def generate(
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from this many likeliest tokens; 0: from all.
         seed: of the draws. The same seed and parameters give the same text.
+        fp8: the training state's field, for delayed scales.
 
     Returns:
         Text.
@@ -54,7 +56,8 @@ def generate(
     Raises:
         JzeroError: a number is out of range.
     """
-    drawn = stream(program, params, tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    drawn = stream(program, params, tokenizer, prompt, **options, fp8=fp8)
     return prompt + tokenizer.decode(np.concatenate([np.zeros(0, np.int32), *drawn]))
 
 
@@ -68,6 +71,7 @@ def stream(
     temperature: float,
     top_k: int,
     seed: int,
+    fp8: Any = (),
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn."""
     check_options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
@@ -76,7 +80,7 @@ def stream(
     for first in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - first)
         new, made, window, length = _draw(
-            params, window, length, key, first, count, temperature,
+            params, fp8, window, length, key, first, count, temperature,
             program=program, top_k=top_k, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, greedy=temperature == 0,
         )  # fmt: skip
         new = np.asarray(jax.block_until_ready(new))[: int(made)]
@@ -109,7 +113,7 @@ def generate_from_run(
         JzeroError: there is no such run, or no such checkpoint that can be read.
     """
     from jzero.data.loader import config_tokenizer
-    from jzero.train.checkpoint import load_params
+    from jzero.train.checkpoint import load_part
     from jzero.train.config import load_config
     from jzero.train.devices import build_mesh
     from jzero.train.memory import memory_errors
@@ -123,9 +127,12 @@ def generate_from_run(
     tokenizer = config_tokenizer(config)
     program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
     with memory_errors(config):
-        params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
+        fields = {"params": program.abstract.params, "fp8": program.abstract.fp8}
+        wanted = {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
+        found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
         yield prompt
-        yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
+        drawn = stream(program, found["params"], tokenizer, prompt, **options, fp8=found["fp8"])
+        yield from text_of(drawn, tokenizer)
 
 
 def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
@@ -172,6 +179,7 @@ def _window(tokenizer: Tokenizer, prompt: str, size: int) -> tuple[Array, Array]
 @functools.partial(jax.jit, static_argnames=("program", "top_k", "vocab_size", "eod", "greedy"))
 def _draw(
     params: Any,
+    fp8: Any,
     window: Array,  # int32 [W]
     length: Array,  # int32 []: how much of the window is text
     key: Array,
@@ -193,7 +201,7 @@ def _draw(
 
     def one(carry: tuple) -> tuple:
         i, out, window, length = carry
-        logits = program.logits(params, window[None])[0, length - 1, :vocab_size]  # the rest of V is padding
+        logits = program.logits(params, window[None], fp8)[0, length - 1, :vocab_size]  # the rest of V is padding
         token = _choose(logits, jax.random.fold_in(key, first + i), temperature, top_k, greedy)
         window = jnp.where(length == len(window), jnp.roll(window, -1), window)
         length = jnp.minimum(length + 1, len(window))

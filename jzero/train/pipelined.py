@@ -108,9 +108,7 @@ def make_stage(
         block = stack.checkpointed(block, layout.granularity, model.selective_policy)
     parts = pipeline.Model(embed, block, finish)
     outer = layout.pipeline.vary(weights.outer)
-    return pipeline.Stage(
-        layout.pipeline, parts, outer, layer, weights.blocks.count, layout.in_order, weights.slots
-    )
+    return pipeline.Stage(layout.pipeline, parts, outer, layer, weights.blocks.count, layout.in_order, weights.slots)
 
 
 def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> Array:

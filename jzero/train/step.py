@@ -165,21 +165,32 @@ class Program:
     def _known(self, fp8: Any) -> Any:
         """The scales that were handed in."""
         if self.layout.scaling.delayed and not fp8:
-            raise JzeroError("model.fp8: expected the scales of delayed scaling, found none; hand in `state.fp8` as well")
+            raise JzeroError("model.fp8: delayed scaling needs its scales, found none; hand in `state.fp8` too")
         return fp8
+
+    @functools.cached_property
+    def observe(self) -> Callable[[TrainState, Batch], dict[str, Array]]:
+        """`(state, batch) -> what FP8 products would see in a step`, which is not taken; float32 [L, P, 3] each.
+
+        Keys: amax, scale, saturated, flushed (the last two: shares of the elements); with MX blocks amax alone.
+        """
+        in_specs = (self.specs, batch_spec())
+        mapped = jax.shard_map(self._observe, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec())
+        return jax.jit(mapped, compiler_options=self.layout.compiler_options or None)
+
+    def _complete(self, batch: Batch, step: Array) -> Batch:
+        """This rank's part of a batch, with what is derived from it and the number of the step."""
+        rows = batch["tokens"].shape[0]
+        first = step * (rows * data_ranks(self.mesh)) + _batch_rank(self.mesh) * rows
+        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
+        # then sums all three scalars, and no collective runs beside the loop over the layers.
+        weight = batch["loss_mask"] / batch["loss_mask"].size
+        return {**batch, "sample": first + jnp.arange(rows, dtype=jnp.int32), "weight": weight}
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """This rank's part of a step."""
-        batch = dict(batch)
-        rows = batch["tokens"].shape[0]
-        ranks = data_ranks(self.mesh)
-        batch["sample"] = (
-            state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
-        )
-        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
-        # then sums all three scalars, and no collective runs beside the loop over the layers.
-        positions = batch["loss_mask"].size
-        batch["weight"] = batch["loss_mask"] / positions
+        batch = self._complete(batch, state.step)
+        positions, ranks = batch["loss_mask"].size, data_ranks(self.mesh)
         slots, count = self.layout.scaling.slots(state.fp8), self.config.num_micro_batches
         loss, grads, seen = accumulate_gradients(self.model, self.layout, state.params, batch, count, slots)
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
@@ -197,6 +208,12 @@ class Program:
         }
         fp8 = self.layout.scaling.next(state.fp8, self.layout.in_order(norm, seen), jnp.isfinite(norm))
         return TrainState(state.step + 1, opt, self.layout.keep(new), fp8), metrics
+
+    def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+        scaling, count = self.layout.scaling, self.config.num_micro_batches
+        slots, batch = scaling.slots(state.fp8, observe=True), self._complete(batch, state.step)
+        seen = accumulate_gradients(self.model, self.layout, state.params, batch, count, slots)[2]
+        return scaling.observed(state.fp8, seen, count)
 
     def _evaluate(self, params: Any, batch: Batch, fp8: Any) -> tuple[Array, Array]:
         weights = self.layout.start(params, self.layout.scaling.slots(fp8))
