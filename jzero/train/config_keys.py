@@ -60,6 +60,15 @@ class Trainer:
     gradient_clip_val: float | None = option(
         1.0, "Largest global norm of the gradient, larger ones are scaled down to it; 0 or null is off.", at_least=0
     )
+    log_fp8_every_n_steps: int = option(
+        0,
+        "Steps between two lines of metrics.jsonl with amax, scale and the shares of saturated and flushed values of "
+        "each FP8 product; each costs a forward and a backward pass. 0: none.",
+        at_least=0,
+    )
+    skip_nonfinite: bool = option(
+        False, "Leave parameters and optimizer as they are in a step whose gradient norm is not finite, and go on."
+    )
     terminate_on_nan: bool = option(
         True,
         "End the run, keeping its last checkpoint, at the first loss or gradient norm that is not finite; "

@@ -286,6 +286,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         stochastic_rounding=optim.stochastic_rounding,
         param_sync_dtype=None if sharded else config.param_sync_dtype,
         clip_norm=config.trainer.gradient_clip_val or None,
+        skip_nonfinite=config.trainer.skip_nonfinite,
         param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
         stacked=stacked,
     )

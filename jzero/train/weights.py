@@ -23,7 +23,7 @@ from jzero.data.loader import config_tokenizer, tokenizer_path
 from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
 from jzero.models import BertConfig, hf
-from jzero.train.checkpoint import load_params
+from jzero.train.checkpoint import load_params, load_part
 from jzero.train.config import Config, Model, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.devices import build_mesh
@@ -56,6 +56,7 @@ class Opened(NamedTuple):
     config: Config
     program: Program
     params: Any  # as the program stores them
+    fp8: Any  # scales of its FP8 products, as in a `TrainState`
     tokenizer: Tokenizer
 
 
@@ -83,12 +84,15 @@ def open_model(
     run = source if source.is_dir() else config.run_folder
     with memory_errors(config):
         if (run / "config.yaml").is_file():
-            params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
+            fields = {"params": program.abstract.params, "fp8": program.abstract.fp8}
+            wanted = {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
+            found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
         elif config.model.restore_from_path is not None:
-            params = _kept(program, initial_values(config, program, vocab_size, lambda line: None))
+            values = initial_values(config, program, vocab_size, lambda line: None)
+            found = {"params": _kept(program, values), "fp8": program.first_scales(values)}
         else:
             raise JzeroError(f"{source}: expected a run in {run}, or model.restore_from_path, found neither")
-    return Opened(config, program, params, tokenizer)
+    return Opened(config, program, found["params"], found["fp8"], tokenizer)
 
 
 def _config_of(source: Path, overrides: Sequence[str]) -> Config:
