@@ -30,3 +30,11 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     path.write_text("\n".join(lines))
     return path
+
+
+@pytest.fixture(scope="module")
+def quick_to_compile():
+    """For tests of what steps compute, in which compiling takes all the time: half of LLVM's passes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

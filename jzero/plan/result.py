@@ -112,7 +112,7 @@ class Report:
         copies_ms: kernels that only move numbers.
         exposed_ms: waiting for collectives.
         pipeline_idle: share of the time in which a stage of a pipeline waits for the others, from its timetable; 0
-            without a pipeline. The four times above count it as work: the module says what a tick costs, not who skips it.
+            without a pipeline. The times above count it as work: the module does not say which stage skips a tick.
         model_flops: operations of one step on one device, for `mfu`.
         mfu: model_flops against the GPU's rate.
         tokens_per_second: of all devices; None where tokens are unknown.

@@ -1,4 +1,8 @@
-"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it."""
+"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it.
+
+A loop whose condition compares nothing is one that a flag lets run once or never (`jzero.parallel.pipeline.when`): it
+counts as once.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,12 @@ def collective_bytes_by_groups(text: str) -> collections.Counter[tuple[str, Grou
     totals: collections.Counter[tuple[str, Groups]] = collections.Counter()
     shapes = {m[1]: m[2] for m in re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\S.*?) [\w\-]+\(", text, re.M)}
 
+    def by_flag(loop: str) -> bool:
+        condition = re.search(r"condition=%?([\w.\-]+)", loop)
+        return condition is not None and not any(
+            " compare(" in line or "fusion(" in line for line in bodies[condition[1]]
+        )
+
     def visit(name: str, times: int) -> None:
         for line in bodies[name]:
             found = _COLLECTIVE.search(line)
@@ -43,8 +53,8 @@ def collective_bytes_by_groups(text: str) -> collections.Counter[tuple[str, Grou
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for callee in set(_CALLS.findall(line)):
                 if callee in bodies and " while(" in line:
-                    assert trips, f"a loop without a known trip count: {line[:200]}"
-                    visit(callee, times * int(trips[1]))
+                    assert trips or by_flag(line), f"a loop without a known trip count: {line[:200]}"
+                    visit(callee, times * int(trips[1] if trips else 1))
                 elif callee in bodies:
                     visit(callee, times)
 
@@ -53,7 +63,7 @@ def collective_bytes_by_groups(text: str) -> collections.Counter[tuple[str, Grou
 
 
 def _groups(line: str) -> Groups:
-    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
     if listed:
         return frozenset(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
