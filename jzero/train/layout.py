@@ -284,8 +284,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
     as_stored = lambda x: jax.ShapeDtypeStruct(pipeline.stacked(x.shape), x.dtype)
     abstract = {**outer, BLOCKS: jax.tree.map(as_stored, model.abstract[BLOCKS])}
     plan = make_plan(abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
-    if m.fp8_params:
-        plan = in_eight_bits(plan, [(BLOCKS, *path, "weight") for path in model.products])
+    plan = stored_plan(plan, config.param_dtype, model.products if m.fp8_params else ())
     shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
     optim, sharded = config.model.optim, config.policy != "replicated"
     tx = distributed_fused_adam(
@@ -333,11 +332,15 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
     )
 
 
-def in_eight_bits(plan: Plan, paths: Sequence[tuple[str, ...]]) -> Plan:
-    """The plan with FP8 parameters at these paths."""
-    names = {"".join(f"[{key!r}]" for key in path) for path in paths}
-    narrow = lambda leaf: dataclasses.replace(leaf, dtype=E4M3.name, quantised=True)
-    return plan._replace(leaves=tuple(narrow(leaf) if leaf.path in names else leaf for leaf in plan.leaves))
+def stored_plan(plan: Plan, dtype: Any, products: Sequence[tuple[str, ...]]) -> Plan:
+    """The plan of the same parameters in a type, but for the weights of these products of a layer: FP8 parameters."""
+    names = {"".join(f"[{key!r}]" for key in (BLOCKS, *path, "weight")) for path in products}
+
+    def one(leaf: Leaf) -> Leaf:
+        narrow = leaf.path in names
+        return dataclasses.replace(leaf, dtype=E4M3.name if narrow else jnp.dtype(dtype).name, quantised=narrow)
+
+    return plan._replace(leaves=tuple(map(one, plan.leaves)))
 
 
 def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:

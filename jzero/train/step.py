@@ -95,7 +95,7 @@ class Program:
             whole = self.model.init(key, self.layout.pipeline.chunks)
             values, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
             params = self.layout.cast(values)
-            return TrainState(jnp.int32(0), self.layout.tx.init(params, values), params, fp8)
+            return TrainState(jnp.int32(0), self.layout.tx.init_with(params, values), params, fp8)
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
