@@ -17,8 +17,8 @@ MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
 }
 
-# Each part may import itself and the parts named here. `errors` and `mesh` are everybody's. `optim` casts FP8 parameters,
-# for which `fp8` has the arithmetic.
+# Each part may import itself and the parts named here. `errors` and `mesh` are everybody's.
+# `optim` casts FP8 parameters with the arithmetic of `fp8`.
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "mesh": set(),

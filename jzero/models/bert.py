@@ -232,11 +232,60 @@ def describe(config: BertConfig) -> Tree:
     return {**tree, **BinaryHead.parameters(config)} if config.bert_binary_head else tree
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """What follows the last block, of a part of a batch: `outer` and `batch` as for `Functions`, x its output."""
+
+    config: BertConfig
+    tensor: TensorParallel
+
+    def end(self, outer: Tree, x: jax.Array) -> jax.Array:
+        return x if _is_post(self.config) else Norm(self.config, outer["final_norm"])(x)
+
+    def scores(self, outer: Tree, y: jax.Array) -> jax.Array:  # this rank's logits, from what `end` gives
+        return BertHead(self.config, outer["head"], self.tensor)(y, outer["embedding"]["token"])
+
+    def binary(self, outer: Tree, y: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:  # losses [B], hits [B]
+        logits, label = BinaryHead(outer["pooler"], outer["binary_head"], self.tensor)(y), batch["is_random"]
+        own = jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], -1)[:, 0]
+        return -own, (jnp.argmax(logits, -1) == label).astype(jnp.float32)
+
+    def losses(self, outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
+        return self.cross_entropy(self.scores(outer, self.end(outer, x)), batch["labels"])
+
+    def cross_entropy(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return self.tensor.cross_entropy(logits, labels, self.config.vocab_padding)
+
+    def loss(self, outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
+        y = self.end(outer, x)
+        of_tokens = jnp.sum(self.cross_entropy(self.scores(outer, y), batch["labels"]) * batch["weight"])
+        return of_tokens + jnp.sum(self.binary(outer, y, batch)[0] * batch["sample_weight"])
+
+    def measures(self, outer: Tree, x: jax.Array, batch: Batch) -> Sums:
+        y, labels, mask = self.end(outer, x), batch["labels"], batch["loss_mask"]
+        logits = self.scores(outer, y)
+        hits = (self.tensor.likeliest(logits, self.config.vocab_padding) == labels) * mask
+        found = {"lm_loss": jnp.sum(self.cross_entropy(logits, labels) * mask), "lm_accuracy": jnp.sum(hits)}
+        if not self.config.bert_binary_head:
+            return found
+        of_samples, hits = self.binary(outer, y, batch)
+        return {**found, "nsp_loss": jnp.sum(of_samples), "nsp_accuracy": jnp.sum(hits)}
+
+    def counts(self, batch: Batch) -> Sums:
+        tokens, samples = jnp.sum(batch["loss_mask"]), jnp.float32(batch["tokens"].shape[0])
+        found = {"lm_loss": tokens, "lm_accuracy": tokens}
+        return {**found, "nsp_loss": samples, "nsp_accuracy": samples} if self.config.bert_binary_head else found
+
+    def logits(self, outer: Tree, x: jax.Array) -> jax.Array:
+        return self.tensor.whole_vocabulary(self.scores(outer, self.end(outer, x)))
+
+
 @functions.register
 def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) -> Functions:
     """Reads "token_types" and "segments" int [B, T] of a batch, and "is_random" int [B] for the binary head's loss."""
     tensor = tensor or TensorParallel()
     check_split(config, tensor.size)
+    ends, binary = _Ends(config, tensor), config.bert_binary_head
 
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         embedding = BertEmbedding(config, outer["embedding"], tensor)
@@ -253,58 +302,18 @@ def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) ->
         context = {name: batch.get(name) for name in ("positions", "segments")}
         return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
 
-    def end(outer: Tree, x: jax.Array) -> jax.Array:
-        return x if _is_post(config) else Norm(config, outer["final_norm"])(x)
-
-    def scores(outer: Tree, y: jax.Array) -> jax.Array:  # this rank's logits
-        return BertHead(config, outer["head"], tensor)(y, outer["embedding"]["token"])
-
-    def binary(outer: Tree, y: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:  # losses [B], hits [B]
-        logits = BinaryHead(outer["pooler"], outer["binary_head"], tensor)(y)
-        label = batch["is_random"]
-        own = jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], -1)[:, 0]
-        return -own, (jnp.argmax(logits, -1) == label).astype(jnp.float32)
-
-    def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        return tensor.cross_entropy(scores(outer, end(outer, x)), batch["labels"], config.vocab_padding)
-
-    def loss(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        y = end(outer, x)
-        of_tokens = jnp.sum(
-            tensor.cross_entropy(scores(outer, y), batch["labels"], config.vocab_padding) * batch["weight"]
-        )
-        return of_tokens + jnp.sum(binary(outer, y, batch)[0] * batch["sample_weight"])
-
-    def measures(outer: Tree, x: jax.Array, batch: Batch) -> Sums:
-        y, mask = end(outer, x), batch["loss_mask"]
-        logits = scores(outer, y)
-        hits = (tensor.likeliest(logits) == batch["labels"]) * mask
-        found = {
-            "lm_loss": jnp.sum(tensor.cross_entropy(logits, batch["labels"], config.vocab_padding) * mask),
-            "lm_accuracy": jnp.sum(hits),
-        }
-        if config.bert_binary_head:
-            of_samples, hits = binary(outer, y, batch)
-            found |= {"nsp_loss": jnp.sum(of_samples), "nsp_accuracy": jnp.sum(hits)}
-        return found
-
-    def counts(batch: Batch) -> Sums:
-        tokens, samples = jnp.sum(batch["loss_mask"]), jnp.float32(batch["tokens"].shape[0])
-        of_samples = {"nsp_loss": samples, "nsp_accuracy": samples} if config.bert_binary_head else {}
-        return {"lm_loss": tokens, "lm_accuracy": tokens, **of_samples}
-
     inputs = {"tokens": 2, "labels": 2, "loss_mask": 2, "token_types": 2, "segments": 2}
     return make_functions(
         describe(config),
         tensor,
         embed=embed,
         block=block,
-        losses=losses,
-        loss=loss if config.bert_binary_head else None,
-        measures=measures,
-        counts=counts,
-        logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, end(outer, x))),
-        inputs={**inputs, "is_random": 1} if config.bert_binary_head else inputs,
+        losses=ends.losses,
+        loss=ends.loss if binary else None,
+        measures=ends.measures,
+        counts=ends.counts,
+        logits=ends.logits,
+        inputs={**inputs, "is_random": 1} if binary else inputs,
         fp8=config.fp8,
     )
 

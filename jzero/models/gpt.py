@@ -77,6 +77,7 @@ class GPT(nnx.Module):
         params: uses these instead: a nested dict of arrays.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> config = GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
         >>> model = GPT(config, rngs=nnx.Rngs(0))
         >>> model(jnp.zeros((1, 8), jnp.int32)).shape
@@ -156,12 +157,15 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
         table = outer["embedding"]["token"] if tied else outer["head"]["weight"]
         return project_to_vocabulary(tensor.enter(Norm(config, outer["final_norm"])(x)), table)
 
+    def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
+        return tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding)
+
     return make_functions(
         describe(config),
         tensor,
         embed=embed,
         block=block,
-        losses=lambda outer, x, batch: tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding),
+        losses=losses,
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
         fp8=config.fp8,
         inputs={"tokens": 2, "labels": 2, "loss_mask": 2},

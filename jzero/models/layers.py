@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jzero.errors import JzeroError
 from jzero.fp8 import CurrentScaling, Slots
 from jzero.fp8.dot import MEASURED, Shared, dot
+from jzero.fp8.recipes import Recipe
 from jzero.models.attention import attend, einsum32, rotate
 from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout, Site, drop_attention, drop_features
@@ -86,17 +87,17 @@ class Linear(nnx.Module):
         if self.fp8 is None:
             y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
         else:
-            y = self._eight_bits(x, slots, inputs_split=leave is not None)
+            y = self._eight_bits(x, slots, self.fp8, inputs_split=leave is not None)
         y = y if leave is None else leave(y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
-    def _eight_bits(self, x: jax.Array, slots: Slots, *, inputs_split: bool) -> jax.Array:
+    def _eight_bits(self, x: jax.Array, slots: Slots, recipe: Recipe, *, inputs_split: bool) -> jax.Array:
         """The product in FP8; an operand that is cut along the tensor axis is cast with the scale of the whole."""
         weight, shared = self.weight.get_value(), None
-        if isinstance(self.fp8, CurrentScaling) and self.tensor.size > 1:
+        if isinstance(recipe, CurrentScaling) and self.tensor.size > 1:
             axis = (AXIS,)
             shared = Shared(x=axis, w=axis) if inputs_split else Shared(w=axis, gradient=axis)
-        return dot(x, weight, slots.scales, recipe=self.fp8, contract=self.inputs, shared=shared, shares=slots.shares)
+        return dot(x, weight, slots.scales, recipe=recipe, contract=self.inputs, shared=shared, shares=slots.shares)
 
 
 class Norm(nnx.Module):
@@ -177,9 +178,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]. Arguments as for `Block`; slots of qkv and out."""
         config, x = self.config, self.tensor.enter(x)
-        fused = checkpoint_name(
-            self.qkv(x, slots=slots[0]), "qkv"
-        )  # [B, T, G, R + 2, K], G and H this rank's from here on
+        fused = self.qkv(x, slots=slots[0])  # [B, T, G, R + 2, K], G and H this rank's from here on
+        fused = checkpoint_name(fused, "qkv")
         turning, value = fused[..., :-1, :], fused[..., -1, :]
         if config.position_embedding_type == "rope":
             positions = jnp.arange(x.shape[1]) if positions is None else positions

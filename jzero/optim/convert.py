@@ -3,6 +3,7 @@
     to_optax     (tx, state, params)         -> float32 parameters and the inner state, whole arrays on the host
     from_optax   (tx, inner state, params)   -> parameters and state as `tx` keeps them, sharded
     convert      both, one array at a time, from one `zero` to another
+    from_shards  (tx, values, like)          -> parameters and a first state, from float32 shards on the devices
 
 Arrays go by their path in the tree ("0/mu/blocks/w"), so order does not matter, nor whether a node is a NamedTuple or
 the dict that a checkpoint made of it. Everything passes through float32. A device never holds more than its shards and
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.fp8.parameters import is_quantised
 from jzero.optim import collectives, fp8, regions
-from jzero.optim.partition import Leaf, owners
+from jzero.optim.partition import Leaf, Plan, owners
 from jzero.optim.storage import state_specs
 from jzero.optim.transformation import ZeroState, ZeroTransformation
 
@@ -125,6 +126,45 @@ def convert(
         if looks(before) == looks(now):
             kept[field] = jax.tree.map(lambda x, y: jax.device_put(np.asarray(x), y.sharding), before, now)
     return made, dataclasses.replace(after, **kept)
+
+
+def from_shards(tx: ZeroTransformation, values: Any, like: Any) -> tuple[Any, ZeroState]:
+    """Parameters and a first state from float32 values, of which masters keep what the parameters' type rounds away.
+
+    Args:
+        tx: the transformation.
+        values: float32 shards of the parameters, as the plan of `tx` cuts them: tree of arrays of `Leaf.shard_shape`,
+            sharded as `Leaf.shard_spec`.
+        like: arrays or `jax.ShapeDtypeStruct`s with the dtypes and shardings that the parameters shall have.
+
+    Returns:
+        Parameters and state; nothing leaves the devices, and a parameter is whole only where it is to be.
+
+    Example:
+        >>> import jzero
+        >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1), master="fp32")
+        >>> like = {"w": jnp.ones(8, jnp.bfloat16)}
+        >>> params, state = from_shards(tx, {"w": jnp.full(8, 1.001)}, like)
+        >>> float(params["w"][0]), round(float(state.master["w"][0]), 3)
+        (1.0, 1.001)
+    """
+    core, plan = tx.core, tx.plan(like)
+
+    def build(values: list[Array]) -> tuple[list[Array], ZeroState]:
+        new = [core.storage.sent(n, leaf) for n, leaf in zip(values, plan.leaves, strict=True)]
+        inner = core.transformation(plan).init(plan.unflatten(values))
+        state = core.encode(values, new, inner, plan, core.storage.first_key())
+        return _whole(new, plan), dataclasses.replace(state, guard=core.first_guard())
+
+    shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_spec"))
+    made, state = regions.enter(build, core.mesh, (shards,), (params, core.specs(plan)))(plan.flatten(values, "values"))
+    return plan.unflatten(made), state
+
+
+def _whole(shards: list[Array], plan: Plan) -> list[Array]:
+    """Shards as parameters: gathered, but for those that are stored so."""
+    pairs = zip(shards, plan.leaves, strict=True)
+    return [p if leaf.resident else collectives.gather(p, leaf, to="invarying") for p, leaf in pairs]
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -266,9 +306,7 @@ def _encoding(core: Any, plan: Any, known: tuple[int, ...]) -> Callable[..., tup
         read += jax.tree.leaves(core.storage.decode(state.inner, core.slots(plan)))
         errors = [_error(a, b, core.mesh) for a, b in zip([*values, *arrays], read, strict=True)]
         errors = jnp.stack([*errors, collectives.vary(jnp.float32(0), core.mesh.axis_names)])
-        made = [p if leaf.resident else collectives.gather(p, leaf, to="invarying") for p, leaf in zip(
-            new, plan.leaves, strict=True)]  # fmt: skip
-        return made, state, jax.lax.pmax(errors, core.mesh.axis_names)[:-1]
+        return _whole(new, plan), state, jax.lax.pmax(errors, core.mesh.axis_names)[:-1]
 
     inner_specs = jax.tree.leaves(state_specs(abstract, plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
     in_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs, {i: plan.leaves[i].layers_spec for i in known})

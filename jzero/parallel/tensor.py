@@ -156,8 +156,9 @@ class TensorParallel:
             return logits
         return jax.lax.all_gather(logits, AXIS, axis=2, tiled=True, to="invarying")
 
-    def likeliest(self, logits: Array) -> Array:
-        """The token of the largest of the logits [B, T, V/N], int32 [B, T]; of equal ones the first."""
+    def likeliest(self, logits: Array, padding: int = 0) -> Array:
+        """The token of the largest of the logits [B, T, V/N], int32 [B, T]; of equal ones the first, never padding."""
+        logits = _without_padding(self, padding, logits)
         own = jnp.argmax(logits, -1).astype(jnp.int32)
         if self.size == 1:
             return own

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jzero.errors import JzeroError
-from jzero.train.config import Config, model_config
+from jzero.train.config import Config, Model, model_config
 from jzero.train.schedule import schedule
 
 
@@ -33,6 +33,7 @@ def validate(config: Config, n_devices: int | None = None) -> Config:
     _pipeline(config)
     _model(config)
     _precision(config)
+    _fp8(config)
     _optimizer(config)
     _data(config)
     schedule(config)
@@ -159,6 +160,52 @@ def _precision(config: Config) -> None:
         )
 
 
+def _fp8(config: Config) -> None:
+    m = config.model
+    if not m.fp8:
+        if config.trainer.log_fp8_every_n_steps:
+            raise JzeroError("trainer.log_fp8_every_n_steps: there is nothing to log without model.fp8; set it to 0")
+        return
+    if m.fp8_hybrid == m.fp8_e4m3:
+        found = str(m.fp8_e4m3).lower()
+        advice = "fp8_hybrid=false for E4M3 alone" if m.fp8_e4m3 else "fp8_hybrid=true"
+        raise JzeroError(
+            f"model.fp8_hybrid, model.fp8_e4m3: expected one of the two formats, found {found} for both; set {advice}"
+        )
+    unused = () if m.fp8_recipe == "delayed" else ("fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    unused += ("fp8_margin", "fp8_power_of_two_scales") if m.fp8_recipe == "mxfp8" else ()
+    for key in unused:
+        if getattr(m, key) != getattr(type(m)(), key):
+            raise JzeroError(
+                f"model.{key}: {getattr(m, key)} has no meaning for model.fp8_recipe {m.fp8_recipe}; remove the line, "
+                "or set fp8_recipe=delayed"
+            )
+    if m.fp8_recipe == "mxfp8":
+        _blocks(config)
+
+
+def _blocks(config: Config) -> None:
+    """MX blocks lie along what is contracted, in each of the three products of each projection."""
+    from jzero.fp8.blocks import BLOCK  # a configuration is read without JAX's numerics
+
+    m = config.model
+    model, tensor = model_config(config, None if m.vocab_size else 1), m.tensor_model_parallel_size
+    heads = m.num_attention_heads + 2 * model.query_groups
+    sizes = {
+        "hidden_size": m.hidden_size,
+        "kv_channels × query heads of a tensor rank": m.num_attention_heads * model.head_width // tensor,
+        "kv_channels × all heads of a tensor rank": heads * model.head_width // tensor,
+        "ffn_hidden_size of a tensor rank": model.ffn_width // tensor,
+        "micro_batch_size × encoder_seq_length": m.micro_batch_size * m.encoder_seq_length,
+    }
+    for name, size in sizes.items():
+        if size % BLOCK:
+            raise JzeroError(
+                f"model.{name}: {size} is not divisible by the {BLOCK} elements that share a scale in "
+                "model.fp8_recipe mxfp8; change it, or set fp8_recipe=current"
+            )
+
+
 def _optimizer(config: Config) -> None:
     o = config.model.optim
     if not o.overlap_grad_sync:
@@ -192,8 +239,41 @@ def _data(config: Config) -> None:
             "set model.tokenizer.library=tokenizers"
         )
     prefixes = (data.data_prefix,) if isinstance(data.data_prefix, str) else data.data_prefix
-    if tokenizer.library != "bytes" and "stdlib" in prefixes:
+    words = config.model.type == "bert"
+    if "stdlib" in prefixes and (tokenizer.model == "stdlib") != words:
+        needed = "library tokenizers and model stdlib" if words else "library bytes"
         raise JzeroError(
-            f"model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library {tokenizer.library}; "
-            "set it to bytes, or build your own data"
+            f"model.data.data_prefix: stdlib holds {'words' if words else 'byte tokens'} for model.type "
+            f"{config.model.type}, found model.tokenizer.library {tokenizer.library} and model {tokenizer.model}; set "
+            f"model.tokenizer to {needed}, or build your own data"
+        )
+    _kind(config)
+
+
+def _kind(config: Config) -> None:
+    """Keys of one kind of model, set for another."""
+    m, defaults = config.model, Model()
+    if m.type == "bert":
+        other: dict[str, tuple[str, ...]] = {"model": ("share_embeddings_and_output_weights",)}
+        other["model.data"] = ("shuffle_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    else:
+        other = {"model": ("num_tokentypes", "bert_binary_head")}
+        other["model.data"] = ("masked_lm_prob", "short_seq_prob", "whole_word_masking")
+        if m.tokenizer.model == "stdlib":
+            raise JzeroError("model.tokenizer.model: stdlib is a vocabulary for model.type bert, found gpt; set a path")
+    for section, found, default in (("model", m, defaults), ("model.data", m.data, defaults.data)):
+        for key in other[section]:
+            if getattr(found, key) != getattr(default, key):
+                raise JzeroError(
+                    f"{section}.{key}: {getattr(found, key)} has no meaning for model.type {m.type}; leave it out"
+                )
+    prompt = config.generate.prompt
+    if m.type == "bert" and config.generate.tokens and "[MASK]" not in prompt:
+        raise JzeroError(
+            f"generate.prompt: expected a text with [MASK] for model.type bert, found {prompt!r}; set "
+            "generate.tokens=0 for no sample"
+        )
+    if m.type == "bert" and m.bert_binary_head and m.num_tokentypes == 1:
+        raise JzeroError(
+            "model.num_tokentypes: expected 2 (sentence A and B) or 0 with model.bert_binary_head, found 1"
         )

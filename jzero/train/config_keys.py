@@ -60,6 +60,15 @@ class Trainer:
     gradient_clip_val: float | None = option(
         1.0, "Largest global norm of the gradient, larger ones are scaled down to it; 0 or null is off.", at_least=0
     )
+    log_fp8_every_n_steps: int = option(
+        0,
+        "Steps between two lines of metrics.jsonl with amax, scale and the shares of saturated and flushed values of "
+        "each FP8 product; each costs a forward and a backward pass. 0: none.",
+        at_least=0,
+    )
+    skip_nonfinite: bool = option(
+        False, "Leave parameters and optimizer as they are in a step whose gradient norm is not finite, and go on."
+    )
     terminate_on_nan: bool = option(
         True,
         "End the run, keeping its last checkpoint, at the first loss or gradient norm that is not finite; "
@@ -99,7 +108,11 @@ class Tokenizer:
     library: str = option(
         "bytes", "bytes: one token per UTF-8 byte; tokenizers: a Hugging Face file.", choices=("bytes", "tokenizers")
     )
-    model: str | None = option(None, "Path of tokenizer.json, for the library tokenizers.")
+    model: str | None = option(
+        None,
+        "Path of tokenizer.json, for the library tokenizers; stdlib is the WordPiece vocabulary of the built-in corpus "
+        "(model.type bert).",
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,7 @@ class Data:
     data_prefix: str | tuple[str | float, ...] = option(
         "stdlib",
         "Indexed files without .bin/.idx: a path, a list of paths, or [weight, path, weight, path, ...]; "
-        "stdlib is the built-in corpus (the source text of Python's standard library, byte tokens).",
+        "stdlib is the built-in corpus (the source text of Python's standard library, as bytes; for bert as words).",
         check=_data_prefix,
     )
     data_impl: str = option("mmap", "Format: Megatron's memory-mapped .bin/.idx.", choices=("mmap",))
@@ -121,6 +134,9 @@ class Data:
     reset_position_ids: bool = option(False, "Count positions from 0 again after each end of document.")
     reset_attention_mask: bool = option(False, "Let no token attend across an end of document.")
     eod_mask_loss: bool = option(False, "No loss where the input is the end-of-document token.")
+    masked_lm_prob: float = option(0.15, "bert: share of the tokens to be predicted.", above=0, below=1)
+    short_seq_prob: float = option(0.1, "bert: share of the samples cut to a random length.", at_least=0, at_most=1)
+    whole_word_masking: bool = option(False, "bert: mask whole words.")
     cache_dir: str | None = option(None, "Folder for the built-in corpus; null is the user's cache folder.")
 
 
@@ -297,6 +313,11 @@ class Model:
     )
     fp8_power_of_two_scales: bool = option(False, "delayed, current: scales are powers of two.")
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
+    restore_from_path: str | None = option(
+        None,
+        "Weights to start from, where the run has no checkpoint of its own: a folder of Hugging Face's (config.json "
+        "and safetensors), or the folder of another run.",
+    )
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
@@ -306,7 +327,7 @@ class Model:
 class Generate:
     """The text sample at the end of training."""
 
-    prompt: str = option("def ", "Text to continue.")
-    tokens: int = option(200, "Tokens to add.", at_least=0)
+    prompt: str = option("def ", "Text to continue; bert: with [MASK] for what is to be filled in.")
+    tokens: int = option(200, "Tokens to add; 0: no sample.", at_least=0)
     temperature: float = option(0.8, "Below 1 prefers likely tokens more; 0 always takes the likeliest.", at_least=0)
     top_k: int = option(50, "Draw from this many likeliest tokens; 0 draws from all.", at_least=0)

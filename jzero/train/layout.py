@@ -106,11 +106,13 @@ class Layout:
 
     def store(self, params: Any) -> Any:
         """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
+        return self.shards(params) if self.sharded else self._each(lambda x, leaf: x.reshape(leaf.shape), params)
+
+    def shards(self, params: Any) -> Any:
+        """Whole parameters (as for `store`) as shards, whatever the policy."""
 
         def one(x: Array, leaf: Any) -> Array:
             x = x.reshape(leaf.shape)
-            if not self.sharded:
-                return x
             if leaf.split is None:  # a small leaf, whole on every rank for a moment
                 cut = lambda x: collectives.take(x, leaf)
                 return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
@@ -284,6 +286,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         stochastic_rounding=optim.stochastic_rounding,
         param_sync_dtype=None if sharded else config.param_sync_dtype,
         clip_norm=config.trainer.gradient_clip_val or None,
+        skip_nonfinite=config.trainer.skip_nonfinite,
         param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
         stacked=stacked,
     )

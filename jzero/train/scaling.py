@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.fp8 import DelayedScaling, DelayedState, Quantised, Slots, recipes
+from jzero.errors import JzeroError
+from jzero.fp8 import BlockScaling, DelayedScaling, DelayedState, Quantised, Slots, recipes
 from jzero.fp8.recipes import Recipe
 from jzero.mesh import BATCH_AXES, data_ranks
 from jzero.optim import collectives, regions
@@ -32,6 +34,7 @@ from jzero.parallel.pipeline import Pipeline
 from jzero.parallel.tensor import AXIS
 
 _FIRST_GRADIENT = 16.0  # times the weight of one position: more than was seen of any model, and E5M2 has 30 binades
+_OPERANDS = ("input", "weight", "gradient")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +115,7 @@ class Scaling:
             return None
         scale = state.scale * self._per_rank() if isinstance(state, DelayedState) else jnp.ones(self.shape)
         shares = None
-        if observe and not isinstance(self.recipe, recipes.BlockScaling):
+        if observe and not isinstance(self.recipe, BlockScaling):
             shares = jnp.zeros((*self.shape, 2))
         own = jax.tree.map(self.pipeline.own_layers, Slots(scale, shares))
         return own if everywhere else jax.tree.map(lambda x: collectives.vary(x, self.axes), own)
@@ -130,12 +133,25 @@ class Scaling:
         whole = jax.lax.pmax(self.pipeline.in_place(own), (*self.axes, *self.pipeline.axes))
         return whole * self._per_rank()
 
-    def shares(self, seen: Slots, micro_batches: int) -> Array | None:
-        """Float32 [L, P, 3, 2], of all layers, mean over all ranks and micro-batches; None: not counted."""
-        if seen.shares is None:
-            return None
+    def observed(self, state: Any, seen: Slots | None, micro_batches: int) -> dict[str, Array]:
+        """What layers saw that were handed slots to `observe`, by name: float32 [L, P, 3], of all layers and ranks."""
+        if seen is None:
+            raise JzeroError("observe: there are no FP8 products; set model.fp8=true")
+        amax = self.amaxes(seen)
+        if seen.shares is None or isinstance(self.recipe, BlockScaling | None):
+            return {"amax": amax}
         total = jax.lax.psum(self.pipeline.in_place(seen.shares), (*self.axes, *self.pipeline.axes))
-        return total / (data_ranks(self.mesh) * self.mesh.shape[AXIS] * micro_batches)
+        shares = total / (data_ranks(self.mesh) * self.mesh.shape[AXIS] * micro_batches)
+        scale = state.scale if self.delayed else self.recipe.scale(amax, jnp.ones_like(amax))
+        return {"amax": amax, "scale": scale, "saturated": shares[..., 0], "flushed": shares[..., 1]}
+
+    def named(self, observed: Mapping[str, Any]) -> dict[str, float]:
+        """What `observed` gives as scalars for the metrics: "fp8/amax/layer 0/qkv/input"."""
+        out = {}
+        for kind, values in observed.items():
+            for (layer, product, operand), value in np.ndenumerate(np.asarray(values)):
+                out[f"fp8/{kind}/layer {layer}/{self.products[product][-1]}/{_OPERANDS[operand]}"] = float(value)
+        return out
 
     def nothing_seen(self, slots: Slots | None) -> Slots | None:
         """Zeros like the cotangents of these slots."""
@@ -143,5 +159,5 @@ class Scaling:
         return jax.tree.map(zero, slots)
 
     def _per_rank(self) -> np.ndarray:
-        """What turns amaxes of a rank into those of the mean, and scales back; powers of two, so that nothing rounds."""
-        return np.float32([1, 1, 1 / 2 ** (data_ranks(self.mesh).bit_length() - 1)])
+        """What turns amaxes of a rank into those of the mean, and scales back; powers of two: nothing rounds."""
+        return np.asarray([1, 1, 2.0 ** (1 - data_ranks(self.mesh).bit_length())], np.float32)

@@ -29,6 +29,7 @@ from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
 from jzero.models.functions import Functions, functions
 from jzero.optim import collectives
+from jzero.optim.convert import from_shards
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
@@ -96,6 +97,17 @@ class Program:
             return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
+
+    def start(self, values: Any) -> TrainState:
+        """A new state from float32 shards of the parameters (`Layout.shards`), to which masters keep every bit."""
+        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        return jax.device_put(TrainState(jnp.int32(0), opt, params, self.first_scales(values)), shardings)
+
+    def first_scales(self, values: Any) -> Any:
+        """`TrainState.fp8` before the first step, from float32 shards of the parameters."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.fp8)
+        return jax.jit(self.layout.scaling.init, out_shardings=shardings)(values[BLOCKS])
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -175,32 +187,44 @@ class Program:
     def _known(self, fp8: Any) -> Any:
         """The scales that were handed in."""
         if self.layout.scaling.delayed and not fp8:
-            raise JzeroError(
-                "model.fp8: expected the scales of delayed scaling, found none; hand in `state.fp8` as well"
-            )
+            raise JzeroError("model.fp8: delayed scaling needs its scales, found none; hand in `state.fp8` too")
         return fp8
+
+    @functools.cached_property
+    def observe(self) -> Callable[[TrainState, Batch], dict[str, Array]]:
+        """`(state, batch) -> what FP8 products would see in a step`, which is not taken; float32 [L, P, 3] each.
+
+        Keys: amax, scale, saturated, flushed (the last two: shares of the elements); with MX blocks amax alone.
+        """
+        in_specs = (self.specs, batch_spec())
+        mapped = jax.shard_map(self._observe, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec())
+        return jax.jit(mapped, compiler_options=self.layout.compiler_options or None)
+
+    def _complete(self, batch: Batch, step: Array) -> Batch:
+        """This rank's part of a batch, with the numbers of its samples and what each term counts in the loss."""
+        rows, ranks, mask = batch["tokens"].shape[0], data_ranks(self.mesh), batch["loss_mask"]
+        first = step * (rows * ranks) + _batch_rank(self.mesh) * rows
+        batch = {**batch, "sample": first + jnp.arange(rows, dtype=jnp.int32)}
+        if self.model.has_sample_loss:
+            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
+            tokens = collectives.total(jnp.sum(mask), BATCH_AXES)
+            every = jnp.full((rows,), 1 / rows, jnp.float32)
+            return {**batch, "weight": mask * (ranks / jnp.maximum(tokens, 1.0)), "sample_weight": every}
+        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
+        # then sums all three scalars, and no collective runs beside the loop over the layers.
+        return {**batch, "weight": mask / mask.size}
+
+    def _gradients(self, state: TrainState, batch: Batch, slots: Any) -> tuple[Array, Any, Any]:
+        """Loss, gradients and what FP8 products found; as `accumulate_gradients` gives them."""
+        batch, params = self._complete(batch, state.step), state.params
+        if self.model.has_sample_loss:
+            params = self.layout.in_order(batch["weight"], params)
+        return accumulate_gradients(self.model, self.layout, params, batch, self.config.num_micro_batches, slots)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """This rank's part of a step."""
-        batch = dict(batch)
-        rows = batch["tokens"].shape[0]
-        ranks = data_ranks(self.mesh)
-        batch["sample"] = (
-            state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
-        )
-        positions, count, params = batch["loss_mask"].size, jnp.sum(batch["loss_mask"]), state.params
-        if self.model.has_sample_loss:
-            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
-            tokens = collectives.total(count, BATCH_AXES)
-            params = self.layout.in_order(tokens, params)
-            batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
-            batch["sample_weight"] = jnp.full((rows,), 1 / rows, jnp.float32)
-        else:
-            # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's
-            # end then sums all three scalars, and no collective runs beside the loop over the layers.
-            batch["weight"] = batch["loss_mask"] / positions
-        slots, rounds = self.layout.scaling.slots(state.fp8), self.config.num_micro_batches
-        loss, grads, seen = accumulate_gradients(self.model, self.layout, params, batch, rounds, slots)
+        count, positions, ranks = jnp.sum(batch["loss_mask"]), batch["loss_mask"].size, data_ranks(self.mesh)
+        loss, grads, seen = self._gradients(state, batch, self.layout.scaling.slots(state.fp8))
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
         norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
         per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
@@ -214,6 +238,11 @@ class Program:
         }
         fp8 = self.layout.scaling.next(state.fp8, self.layout.in_order(norm, seen), jnp.isfinite(norm))
         return TrainState(state.step + 1, opt, self.layout.keep(new), fp8), metrics
+
+    def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+        scaling, count = self.layout.scaling, self.config.num_micro_batches
+        seen = self._gradients(state, batch, scaling.slots(state.fp8, observe=True))[2]
+        return scaling.observed(state.fp8, seen, count)
 
     def _measure(self, params: Any, batch: Batch, fp8: Any) -> dict[str, tuple[Array, Array]]:
         weights = self.layout.start(params, self.layout.scaling.slots(fp8))

@@ -10,38 +10,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from jzero.errors import JzeroError
+from jzero.models.bert import BertConfig
+from jzero.models.config import TransformerConfig
 from jzero.models.gpt import GPTConfig
 
 Keys = dict[str, Any]
 
 
-def from_hf(values: Mapping[str, Any]) -> Keys:
-    """config.json -> fields of `GPTConfig`; dropout rates are those of the file.
+def from_hf(values: Mapping[str, Any]) -> TransformerConfig:
+    """config.json -> the architecture, with float32 parameters; dropout rates are those of the file.
 
     Raises:
         JzeroError: another architecture, or a variant of it that does not exist here.
 
     Example:
-        >>> from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 32})["hidden_size"]
-        32
+        >>> from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 48}).hidden_size
+        48
     """
-    return _READ[known(values.get("model_type"))](values)
+    name = values.get("model_type")
+    if name not in _READ:
+        raise JzeroError(f"config.json: model_type: expected {' or '.join(_READ)}, found {name}")
+    return _CLASSES[name](**_SHAPE[name], **_READ[name](values))
 
 
-def to_hf(config: GPTConfig) -> Keys:
+def to_hf(config: TransformerConfig) -> Keys:
     """A model -> config.json, without padding of the vocabulary.
 
     Raises:
         JzeroError: no architecture at Hugging Face says what this model computes.
 
     Example:
-        >>> to_hf(GPTConfig(vocab_size=64, vocab_padding=3, num_layers=2, hidden_size=32))["vocab_size"]
+        >>> to_hf(GPTConfig(vocab_size=64, vocab_padding=3, hidden_size=48))["vocab_size"]
         61
     """
     return _WRITE[kind(config)](config)
 
 
-def kind(config: GPTConfig) -> str:
+def kind(config: TransformerConfig) -> str:
     """The `model_type` of the architecture that a model has.
 
     Raises:
@@ -51,32 +56,23 @@ def kind(config: GPTConfig) -> str:
         >>> kind(GPTConfig(vocab_size=64, hidden_size=32, num_attention_heads=4))
         'gpt2'
     """
+    fits = {name: fields for name, fields in _SHAPE.items() if isinstance(config, _CLASSES[name])}
     wrong = {
         name: [f"model.{key}={getattr(config, key)} (expected {value})"
                for key, value in fields.items() if getattr(config, key) != value]
-        for name, fields in _SHAPE.items()
+        for name, fields in fits.items()
     }  # fmt: skip
-    if config.query_groups != config.num_attention_heads:
-        wrong["gpt2"].append(f"model.num_query_groups={config.num_query_groups} (expected null)")
-    if config.kv_channels and config.kv_channels * config.num_attention_heads != config.hidden_size:
-        wrong["gpt2"].append(f"model.kv_channels={config.kv_channels} (expected null)")
+    for name in wrong.keys() - {"llama"}:  # where every head has its own key, and a head's width follows
+        if config.query_groups != config.num_attention_heads:
+            wrong[name].append(f"model.num_query_groups={config.num_query_groups} (expected null)")
+        if config.head_width * config.num_attention_heads != config.hidden_size:
+            wrong[name].append(f"model.kv_channels={config.kv_channels} (expected null)")
     name = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[name]:
         raise JzeroError(
             f"Hugging Face has no architecture for this model; {name} is the nearest, but {wrong[name][0]}"
         )
     return name
-
-
-def known(name: object) -> str:
-    """A `model_type` that can be read and written.
-
-    Raises:
-        JzeroError: it is none of them.
-    """
-    if name not in _READ:
-        raise JzeroError(f"config.json: model_type: expected {' or '.join(_READ)}, found {name}")
-    return str(name)
 
 
 _SHAPE = {
@@ -91,6 +87,12 @@ _SHAPE = {
         "normalization": "rmsnorm",
         "activation": "swiglu",
         "rotary_percentage": 1.0,
+    },
+    "bert": {
+        "transformer_block_type": "post_ln",
+        "position_embedding_type": "learned_absolute",
+        "normalization": "layernorm",
+        "bias": True,
     },
 }
 """What the names of an architecture say by themselves."""
@@ -110,7 +112,6 @@ def _from_gpt2(values: Mapping[str, Any]) -> Keys:
     _expect(values, "scale_attn_by_inverse_layer_idx", False, default=False)
     _expect(values, "add_cross_attention", False, default=False)
     return {
-        **_SHAPE["gpt2"],
         "vocab_size": values.get("vocab_size", 50257),
         "num_layers": values.get("n_layer", 12),
         "hidden_size": values.get("n_embd", 768),
@@ -153,7 +154,6 @@ def _from_llama(values: Mapping[str, Any]) -> Keys:
     bias = _expect(values, "attention_bias", True, False, default=False)
     _expect(values, "mlp_bias", bias, default=False)
     return {
-        **_SHAPE["llama"],
         "bias": bias,
         "vocab_size": values.get("vocab_size", 32000),
         "num_layers": values.get("num_hidden_layers", 32),
@@ -196,5 +196,53 @@ def _to_llama(config: GPTConfig) -> Keys:
     }
 
 
-_READ = {"gpt2": _from_gpt2, "llama": _from_llama}
-_WRITE = {"gpt2": _to_gpt2, "llama": _to_llama}
+_ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+
+
+def _from_bert(values: Mapping[str, Any]) -> Keys:
+    activation = _expect(values, "hidden_act", *_ACTIVATIONS, default="gelu")
+    _expect(values, "position_embedding_type", "absolute", default="absolute")
+    _expect(values, "is_decoder", False, default=False)
+    _expect(values, "tie_word_embeddings", True, default=True)
+    return {
+        "activation": _ACTIVATIONS[activation],
+        "vocab_size": values.get("vocab_size", 30522),
+        "num_layers": values.get("num_hidden_layers", 12),
+        "hidden_size": values.get("hidden_size", 768),
+        "num_attention_heads": values.get("num_attention_heads", 12),
+        "max_position_embeddings": values.get("max_position_embeddings", 512),
+        "ffn_hidden_size": values.get("intermediate_size", 3072),
+        "init_method_std": values.get("initializer_range", 0.02),
+        "layernorm_epsilon": values.get("layer_norm_eps", 1e-12),
+        "hidden_dropout": values.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": values.get("attention_probs_dropout_prob", 0.1),
+        "num_tokentypes": values.get("type_vocab_size", 2),
+        "bert_binary_head": "BertForPreTraining" in (values.get("architectures") or ()),
+    }
+
+
+def _to_bert(config: BertConfig) -> Keys:
+    if not config.num_tokentypes:
+        raise JzeroError("Hugging Face's bert has kinds of segments: expected model.num_tokentypes above 0, found 0")
+    return {
+        "architectures": ["BertForPreTraining" if config.bert_binary_head else "BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_act": {"gelu_exact": "gelu", "gelu": "gelu_new"}[config.activation],
+        "vocab_size": config.vocab_size - config.vocab_padding,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "intermediate_size": config.ffn_width,
+        "initializer_range": config.init_method_std,
+        "layer_norm_eps": config.layernorm_epsilon,
+        "hidden_dropout_prob": config.hidden_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "type_vocab_size": config.num_tokentypes,
+        "tie_word_embeddings": True,
+    }
+
+
+_CLASSES: dict[str, Any] = {"gpt2": GPTConfig, "llama": GPTConfig, "bert": BertConfig}
+_READ: dict[str, Any] = {"gpt2": _from_gpt2, "llama": _from_llama, "bert": _from_bert}
+_WRITE: dict[str, Any] = {"gpt2": _to_gpt2, "llama": _to_llama, "bert": _to_bert}

@@ -38,7 +38,7 @@ class Tensors:
     def __init__(self, folder: Path):
         self.folder = folder
         self._open = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}  # the file of a tensor, and its name there
         library = safetensors()
         try:
             for name in _file_names(folder):
@@ -48,8 +48,8 @@ class Tensors:
                     raise JzeroError(
                         f"{folder / name}: expected a safetensors file, found: {error}; copy it again"
                     ) from None
-                self._files |= dict.fromkeys(file.keys(), file)
-            self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+                self._files |= {_modern(stored): (file, stored) for stored in file.keys()}  # noqa: SIM118  no mapping
+            self.shapes = {name: tuple(self.slices(name).get_shape()) for name in self._files}
         except BaseException:
             self._open.close()
             raise
@@ -62,7 +62,13 @@ class Tensors:
 
     def slices(self, name: str) -> Any:
         """What gives a NumPy array of a part of a tensor for one slice per dimension."""
-        return self._files[name].get_slice(name)
+        file, stored = self._files[name]
+        return file.get_slice(stored)
+
+
+def _modern(name: str) -> str:
+    """The name of today for a norm's tensor in files of 2019 (`bert-base-uncased`)."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def safetensors() -> ModuleType:
@@ -174,6 +180,7 @@ def write_files(folder: Path, files: Sequence[Sequence[str]], tensors: Iterator[
         if list(content) != list(names):
             raise ValueError(f"tensors: expected {list(names)}, found {list(content)}")
         library.numpy.save_file(content, str(folder / file), metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # the library makes it readable by its owner alone
         where |= dict.fromkeys(names, file)
         total += sum(x.nbytes for x in content.values())
     if len(files) > 1:

@@ -4,9 +4,9 @@ A row says which tensors make one parameter of ours. A tensor and the part of th
 by the same letters: words are dimensions, letters of a word are factors of it, the slowest first. "HK D" is a matrix
 whose H · K rows become the dimensions H and K of "D H K".
 
-Letters: D model, F feed-forward, V vocabulary, P positions, G groups = heads of keys and values, R query heads of a
-group, H = G · R heads, K head width, C = R + 2 roles of a head (queries, key, value), S = 2 halves of a gated layer,
-O one of such roles or halves.
+Letters: D and E model, F feed-forward, V vocabulary, P positions, G groups = heads of keys and values, R query heads
+of a group, H = G · R heads, K head width, C = R + 2 roles of a head (queries, key, value), S = 2 halves of a gated
+layer or classes, O one of such roles or halves, T kinds of segments.
 """
 
 from __future__ import annotations
@@ -105,8 +105,56 @@ def _llama(config: TransformerConfig) -> Table:
     return Table((*rows, *_head(config)), "model.", _ignored(config, r".*rotary_emb\.inv_freq"))
 
 
-TABLES: dict[str, Callable[[TransformerConfig], Table]] = {"gpt2": _gpt2, "llama": _llama}
+def _bert(config: TransformerConfig) -> Table:
+    """BertForPreTraining or BertForMaskedLM: linear layers lie [outputs, inputs]; a norm follows each sum."""
+    rows = [
+        _row("embedding/token", "V D", "bert.embeddings.word_embeddings.weight"),
+        _row("embedding/position", "P D", "bert.embeddings.position_embeddings.weight"),
+        _row("embedding/token_type", "T D", "bert.embeddings.token_type_embeddings.weight"),
+        *_norm("embedding/norm", "bert.embeddings.LayerNorm"),
+        *_bert_layer("bert.encoder.layer.{}."),
+        *_dense("head/transform", "D E", "cls.predictions.transform.dense", "E D"),
+        *_norm("head/norm", "cls.predictions.transform.LayerNorm"),
+        _row("head/bias", "V", "cls.predictions.bias"),
+    ]
+    same = r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\.(weight|bias)"
+    if getattr(config, "bert_binary_head", False):
+        rows += _dense("pooler", "D E", "bert.pooler.dense", "E D")
+        rows += _dense("binary_head", "D S", "cls.seq_relationship", "S D")
+    else:
+        same += r"|bert\.pooler\..*|cls\.seq_relationship\..*"
+    return Table(tuple(rows), "bert.", re.compile(same))
+
+
+def _bert_layer(layer: str) -> list[Row]:
+    rows = [
+        *_dense("blocks/attention/out", "H K D", layer + "attention.output.dense", "D HK"),
+        *_norm("blocks/attention_norm", layer + "attention.output.LayerNorm"),
+        *_dense("blocks/mlp/up", "D F", layer + "intermediate.dense", "F D"),
+        *_dense("blocks/mlp/down", "F D", layer + "output.dense", "D F"),
+        *_norm("blocks/mlp_norm", layer + "output.LayerNorm"),
+    ]
+    for kind, front, back in (("weight", "D ", " D"), ("bias", "", "")):
+        pieces = [
+            Piece(f"{layer}attention.self.{role}.{kind}", "GOK" + back, front + "G O K", start)
+            for start, role in enumerate(("query", "key", "value"))
+        ]
+        rows.append(Row(f"blocks/attention/qkv/{kind}", front + "G C K", tuple(pieces)))
+    return rows
+
+
+TABLES: dict[str, Callable[[TransformerConfig], Table]] = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}
 """By the `model_type` of config.json."""
+
+
+def _dense(path: str, dimensions: str, name: str, theirs: str) -> list[Row]:
+    """Weight and bias of a linear layer; outputs are the first dimension there and the last here."""
+    outputs = theirs.split()[0]
+    return [_row(f"{path}/weight", dimensions, f"{name}.weight", theirs), _row(f"{path}/bias", outputs, f"{name}.bias")]
+
+
+def _norm(path: str, name: str) -> list[Row]:
+    return [_row(f"{path}/gain", "D", f"{name}.weight"), _row(f"{path}/bias", "D", f"{name}.bias")]
 
 
 def _query_key_value(name: str, group: int, inputs: str = "") -> tuple[Piece, ...]:
@@ -148,9 +196,11 @@ def sizes(config: TransformerConfig) -> Sizes:
     """
     per_group = config.num_attention_heads // config.query_groups
     return {
-        "D": config.hidden_size, "F": config.ffn_width, "V": config.vocab_size - config.vocab_padding,
+        "D": config.hidden_size, "E": config.hidden_size, "F": config.ffn_width,
+        "V": config.vocab_size - config.vocab_padding,
         "P": config.max_position_embeddings, "G": config.query_groups, "R": per_group, "C": per_group + 2,
         "H": config.num_attention_heads, "K": config.head_width, "S": 2, "O": 1,
+        "T": getattr(config, "num_tokentypes", 0),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,26 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jzero.errors import JzeroError
-from jzero.models.gpt import GPTConfig, describe
+from jzero.models.config import TransformerConfig
+from jzero.models.functions import functions
 from jzero.models.hf import configs, files, tables
 from jzero.models.hf.files import Tensors
 from jzero.models.hf.tables import Piece, Row, Table
-from jzero.models.parameters import Tree, abstract
+from jzero.models.parameters import Tree
 
 _MAX_NAMED = 3  # of the tensors that an error names
 
 
-def read_config(folder: str | Path) -> GPTConfig:
-    """The architecture of the model in a folder of Hugging Face's; its parameters are float32.
+def read_config(folder: str | Path) -> TransformerConfig:
+    """The architecture (`GPTConfig` or `BertConfig`) of the model in a folder of Hugging Face's; float32.
 
     Raises:
         JzeroError: there is no config.json, or it is of a model that does not exist here.
     """
-    return GPTConfig(**configs.from_hf(files.read_json(Path(folder) / files.CONFIG)))
+    return configs.from_hf(files.read_json(Path(folder) / files.CONFIG))
 
 
-def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None = None) -> Tree:
+def load(folder: str | Path, config: TransformerConfig | None = None, like: Tree | None = None) -> Tree:
     """The parameters of the model in a folder of Hugging Face's, straight onto the devices.
 
     Each device reads its own part of each tensor: neither a device nor the host holds the model, or more of it than one
@@ -55,16 +56,16 @@ def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None 
 
     Example:
         >>> import tempfile
-        >>> from jzero.models import functions
+        >>> from jzero.models import GPTConfig
         >>> config = GPTConfig(vocab_size=64, num_layers=2, hidden_size=32, num_attention_heads=4)
         >>> folder = Path(tempfile.mkdtemp()) / "model"
         >>> save(folder, config, functions(config).init(jax.random.key(0)))
-        >>> GPTConfig(**vars(read_config(folder))).num_layers, load(folder)["blocks"]["mlp"]["up"]["bias"].shape
+        >>> read_config(folder).num_layers, load(folder)["blocks"]["mlp"]["up"]["bias"].shape
         (2, (2, 128))
     """
     folder = Path(folder)
     config = config or read_config(folder)
-    wanted = abstract(describe(config)) if like is None else like
+    wanted = functions(config).abstract if like is None else like
     sizes = tables.sizes(config)
     with Tensors(folder) as tensors:
         table = _checked(_table(config), tensors, config)
@@ -80,14 +81,25 @@ def load(folder: str | Path, config: GPTConfig | None = None, like: Tree | None 
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
+def check(folder: str | Path, config: TransformerConfig) -> None:
+    """Looks at the names and shapes of a folder's tensors; reads none.
+
+    Raises:
+        JzeroError: they are not those of the model.
+    """
+    with Tensors(Path(folder)) as tensors:
+        _checked(_table(config), tensors, config)
+
+
 def save(
     folder: str | Path,
-    config: GPTConfig,
+    config: TransformerConfig,
     params: Tree,
     *,
     dtype: Any = None,
     max_bytes: int = 5 * 10**9,
     beside: Sequence[Path] = (),
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a model as Hugging Face's transformers read it; the folder appears complete, or not at all.
 
@@ -101,6 +113,7 @@ def save(
         dtype: of the tensors; None: the parameters' own.
         max_bytes: most bytes of a file; more are several files with an index.
         beside: files to copy into the folder, such as tokenizer.json.
+        extra: further keys of config.json, such as eos_token_id.
 
     Raises:
         JzeroError: Hugging Face has no such architecture, or there is something at `folder`.
@@ -120,13 +133,13 @@ def save(
         return
     with files.new_folder(Path(folder)) as new:
         files.write_files(new, files.assign(order, max_bytes), tensors)
-        values["dtype"] = kind(table.rows[0]).name
+        values |= {"dtype": kind(table.rows[0]).name, **(extra or {})}
         (new / files.CONFIG).write_text(json.dumps(values, indent=2) + "\n")
         for path in beside:
             shutil.copyfile(path, new / path.name)
 
 
-def _table(config: GPTConfig) -> Table:
+def _table(config: TransformerConfig) -> Table:
     return tables.TABLES[configs.kind(config)](config)
 
 
@@ -134,7 +147,7 @@ def _stacked(row: Row) -> bool:
     return "{}" in row.pieces[0].name
 
 
-def _each(table: Table, config: GPTConfig) -> Iterator[tuple[Row, int]]:
+def _each(table: Table, config: TransformerConfig) -> Iterator[tuple[Row, int]]:
     """Rows with the number of a layer: what is outside of the layers once, then layer by layer."""
     for row in table.rows:
         if not _stacked(row):
@@ -148,7 +161,7 @@ def _each(table: Table, config: GPTConfig) -> Iterator[tuple[Row, int]]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(table: Table, tensors: Tensors, config: GPTConfig) -> Table:
+def _checked(table: Table, tensors: Tensors, config: TransformerConfig) -> Table:
     """The table with the names that the files have; raises unless they hold exactly what it says."""
     if not any(name.startswith(table.prefix) for name in tensors.shapes):  # saved without its head
         bare = lambda piece: piece._replace(name=piece.name.removeprefix(table.prefix))
@@ -214,25 +227,32 @@ def _fill(
 
 def _pieces(x: jax.Array, row: Row, layer: int, sizes: tables.Sizes) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of one layer's part of a parameter."""
-    whole = _layer(x, layer) if _stacked(row) else _whole(x)
+    whole = _host(x, layer if _stacked(row) else None)
     for piece in row.pieces:
         ends = zip(_offsets(row, piece, sizes), tables.shape(piece.ours, sizes), strict=True)
         part = whole[tuple(slice(offset, offset + n) for offset, n in ends)]
         yield piece.name.replace("{}", str(layer)), tables.to_theirs(part, piece)
 
 
-def _layer(x: jax.Array, layer: int) -> np.ndarray:
-    take = _taking(x.sharding.mesh) if isinstance(x.sharding, NamedSharding) else _take
-    return np.asarray(take(x, layer))
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    return _layer(x[None], 0)
-
-
-_take = jax.jit(lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+def _host(x: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
+    """The whole of an array, or of one element of its first dimension, on the host."""
+    if not isinstance(x, jax.Array):
+        return x if layer is None else x[layer]
+    if x.is_fully_addressable and next(iter(x.devices())).platform == "cpu":  # where NumPy sees the shards themselves
+        out = np.empty(x.shape if layer is None else x.shape[1:], x.dtype)
+        for shard in x.addressable_shards:
+            if shard.replica_id:
+                continue
+            if layer is None:
+                out[shard.index] = np.asarray(shard.data)
+            elif layer in range(*shard.index[0].indices(x.shape[0])):
+                out[shard.index[1:]] = np.asarray(shard.data)[layer - (shard.index[0].start or 0)]
+        return out
+    mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    return np.asarray(_taking(mesh)(x) if layer is None else _taking(mesh)(x, layer))
 
 
 @functools.cache
 def _taking(mesh: Any) -> Any:
-    return jax.jit(_take, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    take = lambda x, layer=None: x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    return jax.jit(take, out_shardings=mesh and NamedSharding(mesh, PartitionSpec()))
