@@ -104,6 +104,18 @@ def dequantise(params: Any, dtype: Any = jnp.bfloat16) -> Any:
     return jax.tree.map(one, params, is_leaf=is_quantised)
 
 
+def from_values(x: Array, *, stacked: int, recipe: PerTensor) -> Quantised:
+    """A floating array as FP8 parameter, with scales from its own largest magnitudes; arguments as for `quantise`."""
+    amax = numerics.amax(x, tuple(range(stacked, x.ndim)))
+    scale = recipe.scale(amax, jnp.ones_like(amax), largest(E4M3))
+    return Quantised(numerics.quantise(x, over_layers(scale, x), E4M3), scale)
+
+
+def as_arrays(grads: Any) -> Any:
+    """Gradients as `jax.grad` gives them, with one array for each FP8 parameter: that of its value."""
+    return jax.tree.map(lambda g: g.value if is_quantised(g) else g, grads, is_leaf=is_quantised)
+
+
 def checked(recipe: Any, where: str) -> PerTensor:
     """The recipe, if it is one that FP8 parameters can have."""
     if not isinstance(recipe, PerTensor):
@@ -118,11 +130,7 @@ def checked(recipe: Any, where: str) -> PerTensor:
 def _quantising(stacked: int, recipe: PerTensor, sharding: Any) -> Callable[[Array], Quantised]:
     """The cast of a leaf that lies so; its scale lies as its layers do."""
 
-    def quantise(x: Array) -> Quantised:
-        amax = numerics.amax(x, tuple(range(stacked, x.ndim)))
-        scale = recipe.scale(amax, jnp.ones_like(amax), largest(E4M3))
-        return Quantised(numerics.quantise(x, over_layers(scale, x), E4M3), scale)
-
+    quantise = functools.partial(from_values, stacked=stacked, recipe=recipe)
     if not isinstance(sharding, NamedSharding):
         return jax.jit(quantise)
     spec = list(sharding.spec[:stacked])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -151,17 +152,26 @@ def from_shards(tx: ZeroTransformation, values: Any, like: Any) -> tuple[Any, Ze
     core, plan = tx.core, tx.plan(like)
 
     def build(values: list[Array]) -> tuple[list[Array], ZeroState]:
-        new = [core.storage.sent(n, leaf) for n, leaf in zip(values, plan.leaves, strict=True)]
+        new = _narrowed(core, values, plan)
         inner = core.transformation(plan).init(plan.unflatten(values))
         state = core.encode(values, new, inner, plan, core.storage.first_key())
-        return _whole(new, plan), dataclasses.replace(state, guard=core.first_guard())
+        return _whole(new, plan), core.before_steps(state, new)
 
-    shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_spec"))
+    shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_specs"))
     made, state = regions.enter(build, core.mesh, (shards,), (params, core.specs(plan)))(plan.flatten(values, "values"))
     return plan.unflatten(made), state
 
 
-def _whole(shards: list[Array], plan: Plan) -> list[Array]:
+def _narrowed(
+    core: Any, values: list[Array], plan: Plan, given: Mapping[int, Array] = MappingProxyType({})
+) -> list[Any]:
+    """Float32 shards in the types of the parameters; FP8 ones with the scales given by number, or with their own."""
+    scales = fp8.fresh(values, plan, core.fp8_recipe, given)
+    each = zip(values, plan.leaves, scales, strict=True)
+    return [fp8.quantise(n, s) if leaf.quantised else core.storage.sent(n, leaf) for n, leaf, s in each]
+
+
+def _whole(shards: list[Any], plan: Plan) -> list[Any]:
     """Shards as parameters: gathered, but for those that are stored so."""
     pairs = zip(shards, plan.leaves, strict=True)
     return [p if leaf.resident else collectives.gather(p, leaf, to="invarying") for p, leaf in pairs]
@@ -295,12 +305,9 @@ def _encoding(core: Any, plan: Any, known: tuple[int, ...]) -> Callable[..., tup
     treedef = jax.tree.structure(abstract)
 
     def build(values: list[Array], arrays: list[Array], given: dict[int, Array]) -> tuple[list[Any], ZeroState, Array]:
-        scales = fp8.fresh(values, plan, core.fp8_recipe, given)
-        each = zip(values, plan.leaves, scales, strict=True)
-        new = [fp8.quantise(n, s) if leaf.quantised else core.storage.sent(n, leaf) for n, leaf, s in each]
+        new = _narrowed(core, values, plan, given)
         state = core.encode(values, new, jax.tree.unflatten(treedef, arrays), plan, core.storage.first_key())
-        scaling = fp8.first_state(plan, core.fp8_recipe, new)
-        state = dataclasses.replace(state, guard=core.first_guard(), fp8=scaling)
+        state = core.before_steps(state, new)
         masters = plan.flatten(state.master, "master")
         read = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, new, plan.leaves, strict=True)]
         read += jax.tree.leaves(core.storage.decode(state.inner, core.slots(plan)))

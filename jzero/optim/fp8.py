@@ -119,7 +119,7 @@ def cast(
     state: Any,
     plan: Plan,
     recipe: PerTensor,
-) -> tuple[dict[int, Quantised], dict[int, Array]]:
+) -> tuple[dict[int, Any], dict[int, Array]]:
     """New FP8 shards, and the magnitudes that `next_state` is to share; both by number of the leaf.
 
     Args:

@@ -44,6 +44,24 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         return self.core.run(grads, state, params, extra, direct=True)
 
+    def init_with(self, params: Any, masters: Any) -> ZeroState:
+        """`init` for parameters that are rounded: the masters keep what they are rounded from.
+
+        Args:
+            params: as for `init`.
+            masters: a tree of plain arrays, shaped and sharded as the parameters.
+
+        Example:
+            >>> import jax.numpy as jnp, jzero
+            >>> from jzero import fp8
+            >>> whole = {"w": jnp.full((8, 8), 0.3)}
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> state = tx.init_with(fp8.quantise(whole, "w"), whole)
+            >>> round(float(state.master["w"][0, 0]), 6)
+            0.3
+        """
+        return self.core.init(params, masters)
+
     def state_specs(self, params: Any) -> ZeroState:
         """The `PartitionSpec` of every array of the state, as `shard_map`'s in_specs and out_specs take them.
 

@@ -187,8 +187,7 @@ class Zero:
             whole = [fp8.float32(collectives.take(n, leaf)) for n, leaf in zip(values, plan.leaves, strict=True)]
             inner = self.transformation(plan).init(plan.unflatten(whole))
             state = self.encode(whole, own, inner, plan, self.storage.first_key())
-            scaling = fp8.first_state(plan, self.fp8_recipe, own)
-            return dataclasses.replace(state, guard=self.first_guard(), fp8=scaling)
+            return self.before_steps(state, own)
 
         specs = [leaf.param_specs for leaf in plan.leaves]
         values = [leaf.param_spec for leaf in plan.leaves] if given else specs
@@ -215,6 +214,11 @@ class Zero:
         scalars = jax.eval_shape(lambda: (self.storage.first_key(), self.first_guard()))
         scaling = fp8.abstract_state(plan, self.fp8_recipe)
         return ZeroState(plan.unflatten(master), inner, plan, *scalars, fp8=scaling)
+
+    def before_steps(self, state: ZeroState, params: Sequence[Any]) -> ZeroState:
+        """`encode`'s state with what only steps change, as it is before the first one."""
+        scaling = fp8.first_state(state.plan, self.fp8_recipe, params)
+        return dataclasses.replace(state, guard=self.first_guard(), fp8=scaling)
 
     def first_guard(self) -> Any:
         """The state of what skips steps, before the first one."""
@@ -323,15 +327,7 @@ class Zero:
         return self.guard.unscale(shards, state.guard) if self.guard else list(shards)
 
     def guarded(
-        self,
-        shards: list[Array],
-        state: ZeroState,
-        params: list[Any],
-        norm: Any,
-        extra: dict[str, Any],
-        gather: Callable[[list[Any], list[Array]], Any],
-        *,
-        direct: bool,
+        self, shards: list, state: ZeroState, params: list, norm: Any, extra: dict, gather: Callable, direct: bool
     ) -> tuple[Any, ZeroState]:
         """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps; then phase 3.
 

@@ -29,6 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import JzeroError
+from jzero.fp8.parameters import as_arrays
 from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
 from jzero.parallel.stack import at, take_apart
@@ -335,7 +336,7 @@ def _backward(
         n = work.chunk * stage.per_chunk + j
         known = (weights, batch, stage.number(work, j), at(stage.slots, n))
         dw, dx, found = rebuild(known, [r[work.slot, j] for r in ring])(dy)
-        return dx, add_layer(sums, n, dw), record(seen, n, found)
+        return dx, add_layer(sums, n, as_arrays(dw)), record(seen, n, found)
 
     dx, layers, seen = _layer_by_layer(stage, work, body, (dy, sums.layers, sums.seen), reverse=True)
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jzero.fp8.dot import MEASURED
+from jzero.fp8.parameters import as_arrays, is_quantised
 from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
 from jzero.optim.partition import Leaf
@@ -65,15 +66,16 @@ class DataParallel:
     def whole(self, shards: Any, to: Literal["varying", "invarying"] = "varying") -> Any:
         """Shards -> full weights in their own dtype: each rank's own, or the same on every rank."""
 
-        def one(x: Array, leaf: Leaf) -> Array:
-            full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to).astype(x.dtype)
-            return collectives.vary(full, self.varies(leaf)) if to == "varying" else full
+        def one(x: Any, leaf: Leaf) -> Any:
+            full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to)
+            full = full if leaf.quantised else full.astype(x.dtype)
+            return self._vary(full, leaf) if to == "varying" else full
 
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
         """Weights or shards as they are, marked as varying so that their gradients stay this rank's own."""
-        return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
+        return self._map(self._vary, weights)
 
     def varies(self, leaf: Leaf) -> tuple[str, ...]:
         """The axes over which a whole weight is marked as varying: its gradient is still to be summed over them."""
@@ -97,8 +99,11 @@ class DataParallel:
             flat[i] = whole
         return treedef.unflatten(flat)
 
-    def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
-        flat, treedef = jax.tree.flatten(tree)
+    def _vary(self, x: Any, leaf: Leaf) -> Any:
+        return jax.tree.map(lambda x: collectives.vary(x, self.varies(leaf)), x)
+
+    def _map(self, f: Callable[[Any, Leaf], Any], tree: Any) -> Any:
+        flat, treedef = jax.tree.flatten(tree, is_leaf=is_quantised)
         return treedef.unflatten([f(x, leaf) for x, leaf in zip(flat, self.leaves, strict=True)])
 
 
@@ -238,7 +243,7 @@ def backward(
         weights = gathered if layers.shards else layers.at(i)
         assert saved.rebuild is not None
         dw, dx, found = saved.rebuild((weights, at(saved.slots, i)), at(saved.residuals, i))(dx)
-        seen = record(seen, i, found)
+        dw, seen = as_arrays(dw), record(seen, i, found)
         if not scatter:
             return dx, earlier, None, add(sums, i, dw), seen
         # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
@@ -246,6 +251,7 @@ def backward(
         return dx, earlier, finish(i, dw), sums, seen
 
     dw, dx, found = saved.last(dy)
+    dw = as_arrays(dw)
     pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
     carry, first = (dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)

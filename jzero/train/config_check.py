@@ -165,6 +165,10 @@ def _fp8(config: Config) -> None:
     if not m.fp8:
         if config.trainer.log_fp8_every_n_steps:
             raise JzeroError("trainer.log_fp8_every_n_steps: there is nothing to log without model.fp8; set it to 0")
+        if m.fp8_params:
+            raise JzeroError(
+                "model.fp8_params: FP8 parameters are multiplied in FP8, found model.fp8 false; set it too"
+            )
         return
     if m.fp8_hybrid == m.fp8_e4m3:
         found = str(m.fp8_e4m3).lower()
@@ -180,6 +184,16 @@ def _fp8(config: Config) -> None:
                 f"model.{key}: {getattr(m, key)} has no meaning for model.fp8_recipe {m.fp8_recipe}; remove the line, "
                 "or set fp8_recipe=delayed"
             )
+    if m.fp8_params and m.fp8_recipe == "mxfp8":
+        raise JzeroError(
+            "model.fp8_params: FP8 parameters have a scale per layer, found model.fp8_recipe mxfp8, with one per 32; "
+            "set fp8_recipe=delayed or current, or fp8_params=false"
+        )
+    if m.fp8_params and m.optim.master in ("none", "remainder"):
+        raise JzeroError(
+            f"model.optim.master: {m.optim.master} would leave FP8 parameters without the values that they are cast "
+            "from; set auto, fp32 or scaled_fp16"
+        )
     if m.fp8_recipe == "mxfp8":
         _blocks(config)
 

@@ -303,6 +303,11 @@ class Model:
         "mxfp8: one per 32 elements, a single kernel on GPUs since Blackwell.",
         choices=("delayed", "current", "mxfp8"),
     )
+    fp8_params: bool = option(
+        False,
+        "Keep and gather the weights of these projections as FP8, one byte per element; their masters are in the "
+        "optimizer. Needs fp8=true.",
+    )
     fp8_hybrid: bool = option(True, "E4M3, and E5M2 for gradients.")
     fp8_e4m3: bool = option(False, "E4M3 for all, also for gradients; needs fp8_hybrid=false.")
     fp8_margin: int = option(0, "Powers of two kept free above the amax.", at_least=0)

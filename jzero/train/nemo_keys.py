@@ -7,7 +7,6 @@ need no line: the nearest known one is offered for them.
 _XLA_SCHEDULES = "no such knob: XLA schedules and fuses the compiled step; remove the line"
 _BUFFERS = "no such knob: XLA plans the buffers and the step donates its inputs; remove the line"
 _CUDA = "no such knob: it tunes PyTorch's or NCCL's use of CUDA; remove the line"
-_FP8_PARAMS = "FP8 parameters are not available in this version; remove the line: products are in FP8 with model.fp8"
 _FP8_LAYERS = "all layers are in FP8, or none: they are one scan; remove the line"
 _FP16 = "fp16 with loss scaling is not available in this version; remove the line and use trainer.precision=bf16"
 _STATE = (
@@ -52,7 +51,6 @@ HINTS = {
     "exp_manager.checkpoint.every_n_train_steps": "use exp_manager.checkpoint.every_n_steps",
     "exp_manager.checkpoint.save_last": "use exp_manager.checkpoint.save_last_k",
     "model.rampup_batch_size": "a growing batch is not available in this version; model.global_batch_size is constant",
-    "model.fp8_params": _FP8_PARAMS,
     "model.fp8_wgrad": "all three products of a layer are in FP8; remove the line",
     "model.reduce_amax": "amaxes are always reduced over all ranks, once a step; remove the line",
     "model.first_last_layers_bf16": _FP8_LAYERS,

@@ -93,8 +93,9 @@ class Program:
 
         def build(key: Array) -> TrainState:
             whole = self.model.init(key, self.layout.pipeline.chunks)
-            params, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
-            return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
+            values, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
+            params = self.layout.cast(values)
+            return TrainState(jnp.int32(0), self.layout.tx.init_with(params, values), params, fp8)
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
@@ -228,8 +229,8 @@ class Program:
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
         norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
         per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
-        new, opt, norm = self.layout.tx.update_shards(
-            [g * per_token for g in shards], state.opt, own, norm=norm * per_token
+        params, opt, norm = self.layout.tx.update_shards(
+            [g * per_token for g in shards], state.opt, own, norm=norm * per_token, gather=self.layout.keep
         )
         metrics = {
             "loss": loss / ranks * per_token,
@@ -237,7 +238,7 @@ class Program:
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
         fp8 = self.layout.scaling.next(state.fp8, self.layout.in_order(norm, seen), jnp.isfinite(norm))
-        return TrainState(state.step + 1, opt, self.layout.keep(new), fp8), metrics
+        return TrainState(state.step + 1, opt, params, fp8), metrics
 
     def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
         scaling, count = self.layout.scaling, self.config.num_micro_batches

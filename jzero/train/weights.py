@@ -22,12 +22,15 @@ from jax.sharding import NamedSharding
 from jzero.data.loader import config_tokenizer, tokenizer_path
 from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
+from jzero.fp8 import dequantise
 from jzero.models import BertConfig, hf
+from jzero.optim.fp8 import float32
 from jzero.train.checkpoint import load_params, load_part
 from jzero.train.config import Config, Model, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.devices import build_mesh
 from jzero.train.files import disk_errors, write_atomic
+from jzero.train.layout import stored_plan
 from jzero.train.memory import memory_errors
 from jzero.train.step import Program, build_program
 
@@ -138,13 +141,15 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
             f"model.restore_from_path: expected a folder with config.json (Hugging Face) or the folder of a run, found "
             f"{path}"
         )
-    dtype = load_config(path / "config.yaml").param_dtype
-    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), program.abstract.params)
-    params = load_params(path, stored, "best", note, layout.plan)
+    saved = load_config(path / "config.yaml")
+    kinds = stored_plan(layout.plan, saved.param_dtype, program.model.products if saved.model.fp8_params else ())
+    stored = dataclasses.replace(layout, plan=kinds).abstract_params()
+    params = load_params(path, stored, "best", note, kinds)
     note(f"starting from the weights of {path}")
-    own = lambda params: [x.astype(jnp.float32) for x in layout.own_shards(params)]
-    specs = [leaf.shard_spec for leaf in layout.plan.leaves]
-    mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(program.specs.params,), out_specs=specs)
+    own = lambda params: [float32(x) for x in layout.own_shards(params)]
+    specs = jax.tree.map(lambda x: x.sharding.spec, stored)
+    shards = [leaf.shard_spec for leaf in layout.plan.leaves]
+    mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(specs,), out_specs=shards)
     return layout.plan.unflatten(jax.jit(mapped)(params))
 
 
@@ -155,9 +160,9 @@ def _shardings(program: Program) -> Any:
 
 def _kept(program: Program, values: Any) -> Any:
     """Float32 shards -> parameters as the policy stores them."""
-    layout, specs = program.layout, [leaf.shard_spec for leaf in program.layout.plan.leaves]
+    layout, specs = program.layout, [leaf.shard_specs for leaf in program.layout.plan.leaves]
     mapped = jax.shard_map(layout.keep, mesh=program.mesh, in_specs=(specs,), out_specs=program.specs.params)
-    return jax.jit(mapped)(layout.plan.flatten(values, "values"))
+    return jax.jit(lambda values: mapped(layout.plan.flatten(layout.cast(values), "values")))(values)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
     files = [path] if path else []
     ends = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     with disk_errors(str(output)):
-        hf.save(output, architecture, opened.params, beside=files, extra=ends)
+        hf.save(output, architecture, dequantise(opened.params, jnp.float32), beside=files, extra=ends)
 
 
 def _import(source: Path, output: Path) -> None:

@@ -23,7 +23,7 @@ def bits(tree):
 
 def trained(layout="data 8", **options):
     pr, tx, whole, params = setup(layout, fp8_recipe=RECIPES["delayed"], **options)
-    state = tx.init(params, whole)
+    state = tx.init_with(params, whole)
     for t in range(2):
         params, state = step(pr, tx, params, state, t)
     return pr, tx, params, state
@@ -90,7 +90,7 @@ def test_scaled_masters_are_converted_with_the_scales_that_they_had():
     pr, tx, whole, params = setup(master="scaled_fp16", state_dtype="scaled_fp16")
     drop = lambda tree: {k: tree[k] for k in FP8}
     params, whole = drop(params), drop(whole)
-    state = tx.init(params, whole)
+    state = tx.init_with(params, whole)
     params, state = jax.jit(tx.step)(drop(pr.place(gradient(pr, 0))), state, params)
     _, new, _, like = setup(master="fp32", state_dtype="fp32")
     moved, _ = jzero.convert(tx, state, params, new, drop(like))

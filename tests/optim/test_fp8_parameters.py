@@ -157,7 +157,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_ten_steps(recipe):
     pr, tx, whole, params = setup(fp8_recipe=RECIPES[recipe])
-    found = train(pr, tx, params, tx.init(params, whole), by_jit, 10)
+    found = train(pr, tx, params, tx.init_with(params, whole), by_jit, 10)
     assert_follows_the_oracle(pr, params, found, RECIPES[recipe])
 
 
@@ -165,20 +165,20 @@ def test_ten_steps(recipe):
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_every_mesh(layout, form):
     pr, tx, whole, params = setup(layout, fp8_recipe=RECIPES["delayed"])
-    found = train(pr, tx, params, tx.init(params, whole), form, 2)
+    found = train(pr, tx, params, tx.init_with(params, whole), form, 2)
     assert_follows_the_oracle(pr, params, found, RECIPES["delayed"])
 
 
 def test_current_scaling_inside_shard_map():
     pr, tx, whole, params = setup("data 2, tensor 2, pipeline 2", fp8_recipe=RECIPES["current"])
-    found = train(pr, tx, params, tx.init(params, whole), by_shard_map, 2)
+    found = train(pr, tx, params, tx.init_with(params, whole), by_shard_map, 2)
     assert_follows_the_oracle(pr, params, found, RECIPES["current"])
 
 
 def test_the_state_looks_the_same_after_a_step():
     pr, tx, whole, params = setup("data 2, tensor 2, pipeline 2")
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    state, abstract = tx.init(params, whole), tx.init(jax.tree.map(placed, params))
+    state, abstract = tx.init_with(params, whole), tx.init(jax.tree.map(placed, params))
     looks = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), tree)
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     after, later = by_jit(pr, tx, params, state)[0](params, state, gradient(pr, 0))
@@ -190,7 +190,7 @@ def test_the_state_looks_the_same_after_a_step():
 def test_masters_are_what_the_parameters_are_rounded_from():
     """Without `masters`, the FP8 values are all that there is to start from."""
     pr, tx, whole, params = setup()
-    exact = jzero.to_optax(tx, tx.init(params, whole), params)[0]
+    exact = jzero.to_optax(tx, tx.init_with(params, whole), params)[0]
     rounded = jzero.to_optax(tx, tx.init(params), params)[0]
     for k in FP8:
         np.testing.assert_array_equal(exact[k], pr.start[k])
@@ -200,7 +200,7 @@ def test_masters_are_what_the_parameters_are_rounded_from():
 def test_scaled_masters():
     """The bytes come from the float32 value, before the master is rounded: at most a rounding apart."""
     pr, tx, whole, params = setup(master="scaled_fp16", state_dtype="scaled_fp16")
-    state = tx.init({k: params[k] for k in FP8}, {k: whole[k] for k in FP8})
+    state = tx.init_with({k: params[k] for k in FP8}, {k: whole[k] for k in FP8})
     params = {k: params[k] for k in FP8}
     step = jax.jit(lambda params, state, grads: tx.step(grads, state, params))
     for t in range(3):
@@ -217,7 +217,7 @@ def test_scaled_masters():
 
 def test_check_masters_tells_an_edit():
     _, tx, whole, params = setup()
-    state = tx.init(params, whole)
+    state = tx.init_with(params, whole)
     tx.check_masters(params, state)
     edited = {**params, "w": quantise({"w": whole["w"] * 2}, "w")["w"]}
     with pytest.raises(ValueError, match=r"\['w'\]: the parameter differs by up to"):
@@ -228,7 +228,7 @@ def test_check_masters_tells_an_edit():
 def test_a_skipped_step_changes_neither_values_nor_scales(recipe):
     pr, tx, whole, params = setup(fp8_recipe=RECIPES[recipe], skip_nonfinite=True)
     run, _ = by_jit(pr, tx, params, None)
-    params, state = run(params, tx.init(params, whole), gradient(pr, 0))
+    params, state = run(params, tx.init_with(params, whole), gradient(pr, 0))
     bad = gradient(pr, 1)
     bad["bias"] = bad["bias"] * np.float32(np.nan)
     after, later = run(params, state, bad)
@@ -245,7 +245,7 @@ def test_an_amax_that_is_not_finite_leaves_the_scale(recipe, bad):
     grads = gradient(pr, 0)
     grads["layers"][2, 0, 0] = bad
     before = np.asarray(params["layers"].scale)
-    params, state = run(params, tx.init(params, whole), grads)
+    params, state = run(params, tx.init_with(params, whole), grads)
     scale = np.asarray(params["layers"].scale if recipe == "current" else state.fp8.scale["layers"])
     assert ((scale == before) == [False, False, True, False]).all()
     assert np.isfinite(scale).all()
@@ -268,7 +268,7 @@ def test_masks_and_labels_see_one_leaf():
         return {k: len(p.shape) > 1 for k, p in params.items()}
 
     tx = jzero.distributed_fused_adam(RATE, weight_decay=0.5, mask=mask, mesh=mesh(data=8), stacked=stacked)
-    state = tx.init(params, whole)
+    state = tx.init_with(params, whole)
     assert seen[0] == {k: (SHAPES[k], 1) for k in SHAPES}
     assert [row.path for row in tx.partition_report(params)] == [leaf.path for leaf in tx.plan(whole).leaves]
     after, _ = tx.step(jax.tree.map(jnp.zeros_like, whole), state, params)
@@ -288,9 +288,9 @@ def test_parameters_kept_as_shards(policy):
         only = jax.tree.map(put, only)
     step = jax.jit(lambda params, state, grads: tx.step(grads, state, params))
     grads = {"w": pr.place(gradient(pr, 0))["w"]}
-    state = tx.init(only, {"w": whole["w"]})
+    state = tx.init_with(only, {"w": whole["w"]})
     found, _ = step(only, state, grads)
-    expected, _ = jax.jit(tx.step)(pr.place(gradient(pr, 0)), tx.init(params, whole), params)
+    expected, _ = jax.jit(tx.step)(pr.place(gradient(pr, 0)), tx.init_with(params, whole), params)
     np.testing.assert_array_equal(found["w"].value.view(jnp.uint8), expected["w"].value.view(jnp.uint8))
     text = step.lower(only, state, grads).compile().as_text()
     assert ("all-gather" in text) == (policy == "whole")
@@ -321,7 +321,7 @@ def test_a_recipe_must_have_scales_per_tensor():
 
 def test_arguments_that_do_not_fit():
     pr, tx, whole, params = setup()
-    state, grads = tx.init(params, whole), pr.place(gradient(pr, 0))
+    state, grads = tx.init_with(params, whole), pr.place(gradient(pr, 0))
     with pytest.raises(ValueError, match=r"\['layers'\]: .* write params, state = tx.step\(grads, state, params\)"):
         tx.update(grads, state, params)
     with pytest.raises(ValueError, match=r"\['w'\]: expected 16 or 32 bits, found float8_e4m3fn, rounded without"):
