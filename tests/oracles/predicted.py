@@ -11,7 +11,7 @@ A layer's leaf counts once per layer. The last layer's backward pass follows its
 once; the bias that a layer adds last is not needed in its backward pass at all, nor is that of the attention's output,
 whose sum is kept (unless all is recomputed). With replicas
 each reduce-scatter is followed by an all-reduce of the shard. On top there is one all-reduce of three scalars: norm,
-loss, number of tokens.
+loss, number of tokens; for a BERT with pairs another before them, of the number of tokens.
 
 Over the tensor axis, of N ranks, per layer and micro-batch, each of the activations [B, T, D] in their own type:
 
@@ -99,6 +99,8 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             times = twice if policy == "gather_twice" and block else layers
             add(times, "all-gather", reduced, dtype, padded)
     add(1, "all-reduce", batch_axes, "f32", 3)
+    if prog.model.has_sample_loss:  # how many tokens are masked
+        add(1, "all-reduce", batch_axes, "f32", 1)
     return found + tensor_collectives(prog) + pipeline_collectives(prog)
 
 
