@@ -158,8 +158,8 @@ def test_a_bert_from_text_to_filled_gaps(inputs, text_file, tmp_path, capsys):
     assert len(IndexedDataset(data)) == 12 * 1200
     keys = [
         "model.type=bert", f"model.tokenizer={{library: tokenizers, model: {vocabulary}}}",
-        f"model.data.data_prefix={data}", f"exp_manager.exp_dir={tmp_path}/runs", "model.data.splits_string='80,20'",
-        "generate.prompt='1 [MASK] 3'",
+        f"model.data.data_prefix={data}", f"exp_manager.exp_dir={tmp_path}/runs", "model.data.splits_string=80,20",
+        "generate.prompt=1 [MASK] 3",
     ]  # fmt: skip
     assert main(["train", str(inputs / "config.yaml"), *keys]) == 0
     evaluations = [r for r in read_metrics(tmp_path / "runs" / "gpt" / "metrics.jsonl") if "val_loss" in r]

@@ -66,7 +66,12 @@ def _get(raw, key):
     ],
 )
 def test_published_sizes(name, layers, hidden, heads, context, devices, parameters):
-    """Parameters with the vocabulary padded: GPT-2 small is published with 50,257 tokens, here they are 50,304; BERT 30,522, 30,592."""
+    """Parameters with the vocabulary padded.
+
+    GPT-2 small is published with 50,257 tokens, here they are 50,304.
+
+    BERT is published with 30,522, here they are 30,592.
+    """
     config = load_config(CONFIGS / f"{name}.yaml")
     m = config.model
     found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.encoder_seq_length, config.num_devices)

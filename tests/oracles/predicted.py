@@ -41,8 +41,9 @@ import math
 from oracles.stablehlo import Collective
 
 SPLIT = (
-    "embedding/token",
-    "head/weight",
+    "/embedding/token",
+    "/head/weight",
+    "/head/bias",
     "qkv/weight",
     "qkv/bias",
     "out/weight",
@@ -50,7 +51,7 @@ SPLIT = (
     "up/bias",
     "down/weight",
 )
-"""Ends of the paths of all that the tensor axis splits."""
+"""Ends of the paths, "/" in front, of all that the tensor axis splits."""
 
 
 def step_collectives(prog) -> collections.Counter[Collective]:
@@ -75,7 +76,7 @@ def step_collectives(prog) -> collections.Counter[Collective]:
         scatters = layers * (count if sharded else 1)
         if sharded and stages > 1:
             scatters = ticks * (per_chunk if block else 2)
-        split = "/".join(path).endswith(SPLIT)
+        split = "".join(f"/{name}" for name in path).endswith(SPLIT)
         size = whole // (mesh.shape["tensor"] if split else 1)
         padded = math.ceil(size / data) * data
         dtype = "bf16" if leaf.dtype == "bfloat16" else "f32"
@@ -145,6 +146,8 @@ def tensor_collectives(prog) -> collections.Counter[Collective]:
         found[Collective("all-reduce", ("tensor",), dtype, size)] = sums
     found[Collective("all-reduce", ("tensor",), "f32", 4 * tokens)] += 3 * count
     found[Collective("all-reduce", ("tensor",), "f32", 4)] += 1
+    if prog.model.has_sample_loss and m.sequence_parallel:  # the first rank has [CLS]: two logits per sample
+        found[Collective("all-reduce", ("tensor",), "f32", 8 * m.micro_batch_size)] += count
     return found
 
 

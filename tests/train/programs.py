@@ -44,7 +44,7 @@ def bert_batch(number: int) -> dict[str, np.ndarray]:
     """Pairs of 5 to T tokens; how many are masked differs widely from row to row."""
     rng, shape = np.random.default_rng(number), (BATCH, T)
     size = rng.integers(5, T + 1, BATCH)[:, None]
-    text, chance = np.arange(T) < size, rng.random((BATCH, 1)) ** 2
+    text, chance = np.arange(T) < size, rng.uniform(0.1, 0.9, (BATCH, 1))
     tokens, labels = (rng.integers(0, VOCABULARY, shape, dtype=np.int32) for _ in range(2))
     return {
         "tokens": tokens, "labels": labels, "segments": text.astype(np.int32),
