@@ -11,7 +11,7 @@ A layer's leaf counts once per layer. The last layer's backward pass follows its
 once; the bias that a layer adds last is not needed in its backward pass at all, nor is that of the attention's output,
 whose sum is kept (unless all is recomputed). With replicas
 each reduce-scatter is followed by an all-reduce of the shard. On top there is one all-reduce of three scalars: norm,
-loss, number of tokens.
+loss, number of tokens; for a BERT with pairs another before them, of the number of tokens.
 
 Over the tensor axis, of N ranks, per layer and micro-batch, each of the activations [B, T, D] in their own type:
 
@@ -41,8 +41,9 @@ import math
 from oracles.stablehlo import Collective
 
 SPLIT = (
-    "embedding/token",
-    "head/weight",
+    "/embedding/token",
+    "/head/weight",
+    "/head/bias",
     "qkv/weight",
     "qkv/bias",
     "out/weight",
@@ -50,7 +51,7 @@ SPLIT = (
     "up/bias",
     "down/weight",
 )
-"""Ends of the paths of all that the tensor axis splits."""
+"""Ends of the paths, "/" in front, of all that the tensor axis splits."""
 
 
 def step_collectives(prog) -> collections.Counter[Collective]:
@@ -75,7 +76,7 @@ def step_collectives(prog) -> collections.Counter[Collective]:
         scatters = layers * (count if sharded else 1)
         if sharded and stages > 1:
             scatters = ticks * (per_chunk if block else 2)
-        split = "/".join(path).endswith(SPLIT)
+        split = "".join(f"/{name}" for name in path).endswith(SPLIT)
         size = whole // (mesh.shape["tensor"] if split else 1)
         padded = math.ceil(size / data) * data
         dtype = "bf16" if leaf.dtype == "bfloat16" else "f32"
@@ -99,6 +100,8 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             times = twice if policy == "gather_twice" and block else layers
             add(times, "all-gather", reduced, dtype, padded)
     add(1, "all-reduce", batch_axes, "f32", 3)
+    if prog.model.has_sample_loss:  # how many tokens are masked
+        add(1, "all-reduce", batch_axes, "f32", 1)
     return found + tensor_collectives(prog) + pipeline_collectives(prog)
 
 
@@ -143,6 +146,8 @@ def tensor_collectives(prog) -> collections.Counter[Collective]:
         found[Collective("all-reduce", ("tensor",), dtype, size)] = sums
     found[Collective("all-reduce", ("tensor",), "f32", 4 * tokens)] += 3 * count
     found[Collective("all-reduce", ("tensor",), "f32", 4)] += 1
+    if prog.model.has_sample_loss and m.sequence_parallel:  # the first rank has [CLS]: two logits per sample
+        found[Collective("all-reduce", ("tensor",), "f32", 8 * m.micro_batch_size)] += count
     return found
 
 
