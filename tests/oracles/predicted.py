@@ -31,6 +31,10 @@ l times a tick, what there is per micro-batch once a tick (with shards outside o
 and all else for the L / S layers of a stage. `gather_twice` gathers every leaf twice, also those that XLA then drops,
 as it drops the embedding's sum that stands once more in its backward pass. Over the pipeline axis two activations are
 sent per tick; gradients' shards of what is outside of the layers are all-reduced once, as are loss and norm.
+
+FP8 products with delayed scaling add one all-reduce (a maximum) over all axes of 3 amaxes for each of a layer's 4
+products. With current scaling it is one number for each operand that the tensor axis cuts, per layer and micro-batch:
+the 4 weights, the inputs of 2 products and the gradients of the other 2. (Where all is recomputed, the first 6 twice.)
 """
 
 from __future__ import annotations
@@ -99,6 +103,9 @@ def step_collectives(prog) -> collections.Counter[Collective]:
             times = twice if policy == "gather_twice" and block else layers
             add(times, "all-gather", reduced, dtype, padded)
     add(1, "all-reduce", batch_axes, "f32", 3)
+    if config.model.fp8 and config.model.fp8_recipe == "delayed":
+        every = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        add(1, "all-reduce", every, "f32", config.model.num_layers * 4 * 3)
     return found + tensor_collectives(prog) + pipeline_collectives(prog)
 
 
@@ -143,6 +150,8 @@ def tensor_collectives(prog) -> collections.Counter[Collective]:
         found[Collective("all-reduce", ("tensor",), dtype, size)] = sums
     found[Collective("all-reduce", ("tensor",), "f32", 4 * tokens)] += 3 * count
     found[Collective("all-reduce", ("tensor",), "f32", 4)] += 1
+    if m.fp8 and m.fp8_recipe == "current":
+        found[Collective("all-reduce", ("tensor",), "f32", 4)] += layers * (14 if recomputed else 8)
     return found
 
 
