@@ -32,6 +32,10 @@ and all else for the L / S layers of a stage. `gather_twice` gathers every leaf 
 and the last of several layers of a chunk once more in vain: the loop is one layer ahead. XLA drops the bias, as it
 drops the embedding's sum that stands once more in its backward pass. Over the pipeline axis two activations are sent
 per tick; gradients' shards of what is outside of the layers are all-reduced once, as are loss and norm.
+
+FP8 products with delayed scaling add one all-reduce (a maximum) over all axes of 3 amaxes for each of a layer's 4
+products. With current scaling it is one number for each operand that the tensor axis cuts, per layer and micro-batch:
+the 4 weights, the inputs of 2 products and the gradients of the other 2. (Where all is recomputed, the first 6 twice.)
 """
 
 from __future__ import annotations
@@ -104,6 +108,9 @@ def step_collectives(prog) -> collections.Counter[Collective]:
     add(1, "all-reduce", batch_axes, "f32", 3)
     if prog.model.has_sample_loss:  # how many tokens are masked
         add(1, "all-reduce", batch_axes, "f32", 1)
+    if config.model.fp8 and config.model.fp8_recipe == "delayed":
+        every = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        add(1, "all-reduce", every, "f32", config.model.num_layers * 4 * 3)
     return found + tensor_collectives(prog) + pipeline_collectives(prog)
 
 
@@ -150,6 +157,8 @@ def tensor_collectives(prog) -> collections.Counter[Collective]:
     found[Collective("all-reduce", ("tensor",), "f32", 4)] += 1
     if prog.model.has_sample_loss and m.sequence_parallel:  # the first rank has [CLS]: two logits per sample
         found[Collective("all-reduce", ("tensor",), "f32", 8 * m.micro_batch_size)] += count
+    if m.fp8 and m.fp8_recipe == "current":
+        found[Collective("all-reduce", ("tensor",), "f32", 4)] += layers * (14 if recomputed else 8)
     return found
 
 
