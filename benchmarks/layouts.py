@@ -129,7 +129,7 @@ class Side:
         """Mean loss per token."""
         total = count = 0.0
         for batch in held_out:
-            losses, tokens = self.program.evaluate(self.state.params, self.program.place(batch))
+            losses, tokens = self.program.evaluate(self.state.params, self.program.place(batch), self.state.fp8)
             total, count = total + float(losses), count + float(tokens)
         return total / count
 

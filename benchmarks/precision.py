@@ -63,13 +63,13 @@ def main() -> None:
         print(f"{name:52}{losses[name]:9.4f}{losses[name] / losses[REFERENCE]:9.4f}")
 
 
-def run(mode: list[str], steps: int | None, overrides: list[str]) -> float:
+def run(mode: list[str], steps: int | None, overrides: list[str], path: pathlib.Path = CONFIG) -> float:
     """The final validation loss of one run, in nats per token."""
     changed = [*overrides, *mode]
     if steps is not None:
-        warmup = min(load_config(CONFIG, overrides).model.optim.sched.warmup_steps, steps // 4)
+        warmup = min(load_config(path, overrides).model.optim.sched.warmup_steps, steps // 4)
         changed += [f"trainer.max_steps={steps}", f"model.optim.sched.warmup_steps={warmup}"]
-    config = load_config(CONFIG, [*changed, "generate.tokens=0"])
+    config = load_config(path, [*changed, "generate.tokens=0"])
     validate(config)
     with tempfile.TemporaryDirectory() as folder:
         manager = dataclasses.replace(

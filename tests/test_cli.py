@@ -77,6 +77,10 @@ def test_the_version_starts_without_the_libraries_of_training():
             ["generate", "run", "--prompt", "x", "--tokens", "many"],
             "jzero: argument --tokens: invalid int value: 'many'",
         ),
+        (
+            ["data", "tokenizer", "--input", "a", "--output", "b", "--vocab-size", "9", "--kind", "x"],
+            "jzero: argument --kind: invalid choice: 'x'",
+        ),
         (["trian"], "jzero: argument COMMAND: invalid choice: 'trian'"),
     ],
 )
@@ -138,6 +142,36 @@ def test_data_build_writes_what_the_trainer_reads(inputs, text_file):
     texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     assert bytes(file.get(0).astype(np.uint8)[:-1]).decode() == texts[0]
     assert len(file.documents) - 1 == len(texts)
+
+
+def test_a_bert_from_text_to_filled_gaps(inputs, text_file, tmp_path, capsys):
+    """A tokenizer of one's own, a file of sentences, a run that is evaluated, and what it puts into a gap."""
+    vocabulary, data = tmp_path / "words.json", tmp_path / "sentences"
+    made = ["--input", str(text_file), "--vocab-size", "200", "--kind", "wordpiece", "--output", str(vocabulary)]
+    (tmp_path / "lines.txt").write_text("".join(f"{i} {i + 1} {i + 2}\n" * 4 for i in range(300)))
+    lines = [str(tmp_path / "lines.txt")] * 12
+    assert main(["data", "tokenizer", *made]) == 0
+    built = ["--tokenizer", str(vocabulary), "--split-sentences", "--output", str(data)]
+    assert main(["data", "build", "--input", *lines, *built]) == 0
+    assert len(IndexedDataset(data)) == 12 * 1200
+    keys = [
+        "model.type=bert", f"model.tokenizer={{library: tokenizers, model: {vocabulary}}}",
+        f"model.data.data_prefix={data}", f"exp_manager.exp_dir={tmp_path}/runs", "model.data.splits_string=80,20",
+        "generate.prompt=1 [MASK] 3",
+    ]  # fmt: skip
+    assert main(["train", str(inputs / "config.yaml"), *keys]) == 0
+    evaluations = [r for r in read_metrics(tmp_path / "runs" / "gpt" / "metrics.jsonl") if "val_loss" in r]
+    last = evaluations[-1]
+    assert set(last) == {"step", "val_loss", *(f"val_{n}_{m}" for n in ("lm", "nsp") for m in ("loss", "accuracy"))}
+    assert last["val_loss"] == pytest.approx(last["val_lm_loss"] + last["val_nsp_loss"])
+    assert "val_lm_accuracy" in capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "runs" / "gpt"), "--prompt", "1 [MASK] 3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 ")
+    assert out.endswith(" 3\n")
+    for prompt, message in (("1 2", "expected a text with [MASK]"), ("[MASK] " * 15, "at most 14 tokens")):
+        assert main(["generate", str(tmp_path / "runs" / "gpt"), "--prompt", prompt]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_generate_continues_the_prompt_with_the_best_checkpoint(trained, capsys):

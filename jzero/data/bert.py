@@ -318,12 +318,12 @@ def shared(a: int, b: int, room: int) -> tuple[int, int]:
 
     Example:
         >>> shared(10, 3, 8), shared(9, 9, 7), shared(2, 3, 8)
-        ((5, 3), (3, 4), (2, 3))
+        ((5, 3), (4, 3), (2, 3))
     """
     if a + b <= room:
         return a, b
     small = min(a, b, room // 2)
-    return (room - small, small) if a > b else (small, room - small)
+    return (room - small, small) if a >= b else (small, room - small)
 
 
 def mask(

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,19 +71,11 @@ def learn(texts: Iterable[str], *, vocab_size: int, kind: str, lowercase: bool =
         raise JzeroError("tokenizer: lowercase is for the kind wordpiece, found bpe; leave it out")
     if vocab_size < 1:
         raise JzeroError(f"tokenizer vocab-size: expected at least 1, found {vocab_size}")
-    backend, trainer = (_wordpiece if kind == "wordpiece" else _bpe)(vocab_size, lowercase)
-    count = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal count
-        for text in texts:
-            count += len(text)
-            yield text
-
-    backend.train_from_iterator(counted(), trainer)
-    found = backend.get_vocab_size()
-    if not count:
+    texts = list(texts)
+    if not any(text and not text.isspace() for text in texts):
         raise JzeroError("tokenizer: expected text to train on, found none; give files that hold text")
+    backend = _wordpiece(texts, vocab_size, lowercase) if kind == "wordpiece" else _bpe(texts, vocab_size)
+    found = backend.get_vocab_size()
     if found > vocab_size:
         raise JzeroError(
             f"tokenizer vocab-size: expected at least {found}, the special tokens and the characters of this text, "
@@ -111,23 +104,44 @@ def save(backend: Any, output: str | Path) -> None:
         ) from None
 
 
-def _wordpiece(vocab_size: int, lowercase: bool) -> tuple[Any, Any]:
+def _wordpiece(texts: list[str], vocab_size: int, lowercase: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
+    def empty(model: Any) -> Any:
+        backend = Tokenizer(model)
+        backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        return backend
+
+    backend = empty(models.WordPiece(unk_token="[UNK]"))
+    letters = _letters(map(backend.normalizer.normalize_str, texts), max(1, vocab_size // 4))
+    # The trainer numbers what continues a word in the order of a hash table, and breaks ties by these numbers: give
+    # them theirs, as if they were special.
+    inside = [f"##{letter}" for letter in letters if len(backend.pre_tokenizer.pre_tokenize_str(f"a{letter}a")) == 1]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(BERT_SPECIAL),
-        limit_alphabet=max(1, vocab_size // 4),  # rare characters become [UNK], or they would fill the vocabulary
+        special_tokens=[*BERT_SPECIAL, *inside],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
         show_progress=False,
     )
-    return backend, trainer
+    backend.train_from_iterator(texts, trainer)
+    whole = empty(models.WordPiece(backend.get_vocab(), unk_token="[UNK]"))
+    whole.add_special_tokens(list(BERT_SPECIAL))
+    return whole
 
 
-def _bpe(vocab_size: int, lowercase: bool) -> tuple[Any, Any]:
+def _letters(texts: Iterable[str], limit: int) -> list[str]:
+    """The most frequent characters, sorted; rarer ones become [UNK], or they would fill the vocabulary."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    common = sorted((letter for letter in counts if not letter.isspace()), key=lambda c: (-counts[c], c))
+    return sorted(common[:limit])
+
+
+def _bpe(texts: list[str], vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -139,4 +153,5 @@ def _bpe(vocab_size: int, lowercase: bool) -> tuple[Any, Any]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    return backend, trainer
+    backend.train_from_iterator(texts, trainer)
+    return backend

@@ -291,30 +291,18 @@ def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) ->
         embedding = BertEmbedding(config, outer["embedding"], tensor)
         return embedding.typed(batch["tokens"], batch.get("token_types"), batch.get("positions"), dropout)
 
-    def block(
-        layer: Tree,
-        x: jax.Array,
-        batch: Batch,
-        dropout: Dropout | None,
-        index: int | jax.Array,
-        slots: Slots | None = None,
-    ) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
-
     inputs = {"tokens": 2, "labels": 2, "loss_mask": 2, "token_types": 2, "segments": 2}
     return make_functions(
+        config,
         describe(config),
         tensor,
         embed=embed,
-        block=block,
         losses=ends.losses,
         loss=ends.loss if binary else None,
         measures=ends.measures,
         counts=ends.counts,
         logits=ends.logits,
         inputs={**inputs, "is_random": 1} if binary else inputs,
-        fp8=config.fp8,
     )
 
 

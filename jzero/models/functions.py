@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import JzeroError
+from jzero.fp8 import Slots
 from jzero.fp8.recipes import Recipe
 from jzero.models import parameters
+from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout
-from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE
+from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE, Block
 from jzero.models.parameters import Tree
 from jzero.parallel.tensor import TensorParallel
 
@@ -79,23 +81,33 @@ def functions(config: Any, tensor: TensorParallel | None = None) -> Functions:
 
 
 def make_functions(
+    config: TransformerConfig,
     tree: Tree,
     tensor: TensorParallel,
     *,
     embed: Callable[..., jax.Array],
-    block: Callable[..., jax.Array],
     losses: Callable[..., jax.Array],
     logits: Callable[..., jax.Array],
     inputs: dict[str, int],
-    fp8: Recipe | None,
     loss: Callable[..., jax.Array] | None = None,
     measures: Callable[..., Sums] | None = None,
     counts: Callable[[Batch], Sums] | None = None,
 ) -> Functions:
-    """The `Functions` of a model described by a tree of `Parameter` records.
+    """The `Functions` of a model described by a tree of `Parameter` records, whose layers are `layers.Block`s.
 
     Without `loss`, `measures` and `counts` the tokens' losses are all there is.
     """
+
+    def block(
+        layer: Tree,
+        x: jax.Array,
+        batch: Batch,
+        dropout: Dropout | None,
+        index: int | jax.Array,
+        slots: Slots | None = None,
+    ) -> jax.Array:
+        context = {name: batch.get(name) for name in ("positions", "segments")}
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
 
     def weighted(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
         return jnp.sum(losses(outer, x, batch) * batch["weight"])
@@ -118,7 +130,7 @@ def make_functions(
         selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
         tensor=tensor,
         inputs=inputs,
-        fp8=fp8,
+        fp8=config.fp8,
         products=PRODUCTS,
         has_sample_loss=loss is not None,
     )

@@ -141,17 +141,6 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)
 
-    def block(
-        layer: Tree,
-        x: jax.Array,
-        batch: Batch,
-        dropout: Dropout | None,
-        index: int | jax.Array,
-        slots: Slots | None = None,
-    ) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
-
     def scores(outer: Tree, x: jax.Array) -> jax.Array:  # this rank's logits
         tied = config.share_embeddings_and_output_weights
         table = outer["embedding"]["token"] if tied else outer["head"]["weight"]
@@ -161,12 +150,11 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
         return tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding)
 
     return make_functions(
+        config,
         describe(config),
         tensor,
         embed=embed,
-        block=block,
         losses=losses,
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
-        fp8=config.fp8,
         inputs={"tokens": 2, "labels": 2, "loss_mask": 2},
     )

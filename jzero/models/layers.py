@@ -222,7 +222,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS)) -> jax.Array:
         """[B, T, D] -> [B, T, D]; slots of up and down."""
         wide = checkpoint_name(self.up(self.tensor.enter(x), slots=slots[0]), "up")
-        return self.down(self.activation(wide), self.tensor.leave, slots[1])
+        return checkpoint_name(self.down(self.activation(wide), self.tensor.leave, slots[1]), "projection")
 
 
 def gelu(config: TransformerConfig) -> Callable[[jax.Array], jax.Array]:

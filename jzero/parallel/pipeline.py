@@ -175,18 +175,20 @@ class Stage:
         pipeline: the axis.
         model: the model's functions.
         outer: the parameters outside of the layers, varying over the axis.
-        layer: (number of a layer among this stage's [V l]) -> its weights, whole.
+        layer: (number among this stage's [V l], after=None) -> a layer's weights, whole; on CPU made after `after`.
         count: V l, the number of this stage's layers.
         in_order: (first, then) -> `then`, which on CPU waits for `first`; see `collectives.after`.
+        gathers: whether `layer` gathers shards.
         slots: of this stage's FP8 products, each [V l, ...], varying as activations do; None: there are none.
     """
 
     pipeline: Pipeline
     model: Model
     outer: Any
-    layer: Callable[[Array], Any]
+    layer: Callable[..., Any]
     count: int
     in_order: Callable[[Any, Any], Any]
+    gathers: bool = False
     slots: Slots | None = None
 
     @property
@@ -276,15 +278,34 @@ def _forward(stage: Stage, work: Work, x: Array, ring: list[Array], batches: Any
     """A chunk's forward pass: its output, and the ring with what its backward pass needs."""
     batch = at(batches, work.micro_batch)
 
-    def body(carry: tuple[Array, list[Array]], j: Array) -> tuple[tuple[Array, list[Array]], None]:
+    def body(carry: tuple[Array, list[Array]], weights: Any, j: Array) -> tuple[Array, list[Array]]:
         x, ring = carry
-        n = work.chunk * stage.per_chunk + j
-        y, residuals, _ = _one(stage, stage.layer(n), x, batch, stage.number(work, j), at(stage.slots, n))
+        slots = at(stage.slots, work.chunk * stage.per_chunk + j)
+        y, residuals, _ = _one(stage, weights, x, batch, stage.number(work, j), slots)
         put = lambda r, v: r.at[work.slot, j].set(v, mode="promise_in_bounds")
-        return (y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]), None
+        return y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]
 
-    start = stage.enter(work, x, batch), ring
-    return jax.lax.scan(body, start, jnp.arange(stage.per_chunk, dtype=jnp.int32))[0]
+    return _layer_by_layer(stage, work, body, (stage.enter(work, x, batch), ring))
+
+
+def _layer_by_layer(stage: Stage, work: Work, body: Callable[..., Any], carry: Any, *, reverse: bool = False) -> Any:
+    """`carry = body(carry, weights, j)` for the layers j of a chunk; shards are gathered one layer ahead.
+
+    The last layer gathers one more in vain, behind its own compute: taken out of the loop it would be compiled twice.
+    """
+    first, last, step = (stage.per_chunk - 1, 0, -1) if reverse else (0, stage.per_chunk - 1, 1)
+    number = lambda j: work.chunk * stage.per_chunk + j
+    if not stage.gathers or first == last:
+        plain = lambda carry, j: (body(carry, stage.layer(number(j)), j), None)
+        return jax.lax.scan(plain, carry, jnp.arange(stage.per_chunk, dtype=jnp.int32), reverse=reverse)[0]
+
+    def ahead(both: tuple[Any, Any], j: Array) -> tuple[tuple[Any, Any], None]:
+        carry, weights = both
+        following = stage.layer(number(jnp.clip(j + step, 0, stage.per_chunk - 1)))
+        return (body(carry, weights, j), following), None
+
+    start = carry, stage.layer(number(jnp.int32(first)), carry[0])
+    return jax.lax.scan(ahead, start, jnp.arange(stage.per_chunk, dtype=jnp.int32), reverse=reverse)[0][0]
 
 
 def _backward(
@@ -310,15 +331,14 @@ def _backward(
 
     dy, loss, d_outer = when(stage.is_last(work), head, (dy, sums.loss, sums.outer))
 
-    def body(carry: tuple[Array, Any, Any], j: Array) -> tuple[tuple[Array, Any, Any], None]:
+    def body(carry: tuple[Array, Any, Any], weights: Any, j: Array) -> tuple[Array, Any, Any]:
         dy, sums, seen = carry
         n = work.chunk * stage.per_chunk + j
-        known = (stage.layer(n), batch, stage.number(work, j), at(stage.slots, n))
+        known = (weights, batch, stage.number(work, j), at(stage.slots, n))
         dw, dx, found = rebuild(known, [r[work.slot, j] for r in ring])(dy)
-        return (dx, add_layer(sums, n, as_arrays(dw)), record(seen, n, found)), None
+        return dx, add_layer(sums, n, as_arrays(dw)), record(seen, n, found)
 
-    numbers = jnp.arange(stage.per_chunk, dtype=jnp.int32)
-    (dx, layers, seen), _ = jax.lax.scan(body, (dy, sums.layers, sums.seen), numbers, reverse=True)
+    dx, layers, seen = _layer_by_layer(stage, work, body, (dy, sums.layers, sums.seen), reverse=True)
 
     def embedding(total: Any) -> Any:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions

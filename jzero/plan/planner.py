@@ -189,9 +189,11 @@ def model_flops(config: Config, abstract: Any) -> float:
     """
     m = config.model
     blocks = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract["blocks"]))
-    head = abstract["embedding"]["token"]
+    head = [x.shape for x in jax.tree.leaves(abstract.get("head", {})) if len(x.shape) > 1]
+    if "weight" not in abstract.get("head", {}):  # the token embedding serves as the last matrix
+        head.append(abstract["embedding"]["token"].shape)
     width = m.num_attention_heads * (m.kv_channels or m.hidden_size // m.num_attention_heads)
-    per_token = 6 * (blocks + math.prod(head.shape)) + 12 * m.num_layers * m.encoder_seq_length * width
+    per_token = 6 * (blocks + sum(map(math.prod, head))) + 12 * m.num_layers * m.encoder_seq_length * width
     return float(per_token) * m.global_batch_size * m.encoder_seq_length
 
 

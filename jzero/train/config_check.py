@@ -254,12 +254,11 @@ def _data(config: Config) -> None:
         )
     prefixes = (data.data_prefix,) if isinstance(data.data_prefix, str) else data.data_prefix
     words = config.model.type == "bert"
-    if "stdlib" in prefixes and (tokenizer.model == "stdlib") != words:
-        needed = "library tokenizers and model stdlib" if words else "library bytes"
+    if "stdlib" in prefixes and not (tokenizer.model == "stdlib" if words else tokenizer.library == "bytes"):
         raise JzeroError(
-            f"model.data.data_prefix: stdlib holds {'words' if words else 'byte tokens'} for model.type "
-            f"{config.model.type}, found model.tokenizer.library {tokenizer.library} and model {tokenizer.model}; set "
-            f"model.tokenizer to {needed}, or build your own data"
+            f"model.data.data_prefix: stdlib holds {'words' if words else 'byte tokens'}, found "
+            f"model.tokenizer.library {tokenizer.library} and model.tokenizer.model {tokenizer.model}; set "
+            f"{'tokenizers and stdlib' if words else 'bytes and null'}, or build your own data"
         )
     _kind(config)
 
@@ -281,12 +280,6 @@ def _kind(config: Config) -> None:
                 raise JzeroError(
                     f"{section}.{key}: {getattr(found, key)} has no meaning for model.type {m.type}; leave it out"
                 )
-    prompt = config.generate.prompt
-    if m.type == "bert" and config.generate.tokens and "[MASK]" not in prompt:
-        raise JzeroError(
-            f"generate.prompt: expected a text with [MASK] for model.type bert, found {prompt!r}; set "
-            "generate.tokens=0 for no sample"
-        )
     if m.type == "bert" and m.bert_binary_head and m.num_tokentypes == 1:
         raise JzeroError(
             "model.num_tokentypes: expected 2 (sentence A and B) or 0 with model.bert_binary_head, found 1"

@@ -332,7 +332,7 @@ class Model:
 class Generate:
     """The text sample at the end of training."""
 
-    prompt: str = option("def ", "Text to continue; bert: with [MASK] for what is to be filled in.")
+    prompt: str = option("def ", "Text to continue; bert: with [MASK] for what is to be filled in, else no sample.")
     tokens: int = option(200, "Tokens to add; 0: no sample.", at_least=0)
     temperature: float = option(0.8, "Below 1 prefers likely tokens more; 0 always takes the likeliest.", at_least=0)
     top_k: int = option(50, "Draw from this many likeliest tokens; 0 draws from all.", at_least=0)

@@ -112,19 +112,21 @@ class Layout:
 
     def store(self, params: Any) -> Any:
         """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
-        return self.shards(params) if self.sharded else self._each(lambda x, leaf: x.reshape(leaf.shape), params)
-
-    def shards(self, params: Any) -> Any:
-        """Whole parameters (as for `store`) as shards, whatever the policy."""
 
         def one(x: Array, leaf: Any) -> Array:
             x = x.reshape(leaf.shape)
-            if leaf.split is None:  # a small leaf, whole on every rank for a moment
-                cut = lambda x: collectives.take(x, leaf)
-                return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
+            if not self.sharded:
+                return x
+            if leaf.split is None:
+                return self.cut(x, leaf)
             return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, leaf.shard_spec))
 
         return self._each(one, params)
+
+    def cut(self, x: Array, leaf: Leaf) -> Array:
+        """A small parameter that is flattened, whole on every rank for a moment -> its shards."""
+        cut = lambda x: collectives.take(x, leaf)
+        return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
 
     def cast(self, values: Any) -> Any:
         """What `store` gives, with FP8 parameters in the place of the weights that are kept so (traced, as there)."""

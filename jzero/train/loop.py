@@ -28,7 +28,7 @@ from jzero.errors import JzeroError
 from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
-from jzero.train.fill import fill
+from jzero.train.fill import MASK, fill
 from jzero.train.generate import generate
 from jzero.train.memory import memory_errors
 from jzero.train.metrics import Metrics, means
@@ -324,6 +324,8 @@ class Run:
         if not options.tokens:
             return None
         if self.config.model.type == "bert":
+            if MASK not in options.prompt:
+                return None
             text = fill(self.program, self.state.params, self.tokenizer, options.prompt)
             self.report.note(f"\n{options.prompt}\n{text}\n")
             return text

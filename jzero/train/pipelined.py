@@ -1,7 +1,7 @@
 """Micro-batches on a pipeline of stages: what `jzero.train.micro_batches` does where there is one stage.
 
     gather_on_forward   this stage's layers are gathered one by one before the first tick, and kept
-    gather_twice        a layer is gathered where it runs, forward and backward, for every micro-batch
+    gather_twice        a layer is gathered while the one before it runs, forward and backward, for every micro-batch
     local               gradients add up on the rank; the layers are scattered one by one after the last tick
     sharded             every backward pass scatters a layer's gradient where it makes it
 
@@ -97,15 +97,18 @@ def make_stage(
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
         return model.embed(wide, batch, dropout(batch)).astype(layout.dtype)
 
-    def layer(n: Array) -> Any:
-        own = weights.blocks.at(n)
-        return layout.blocks.layer().whole(own, to) if weights.blocks.shards else own
+    gathers = weights.blocks.shards
+
+    def layer(n: Array, after: Any = None) -> Any:
+        own = weights.blocks.at(n) if after is None else layout.in_order(after, weights.blocks.at(n))
+        return layout.blocks.layer().whole(own, to) if gathers else own
 
     if train:
         block = stack.checkpointed(block, layout.granularity, model.selective_policy)
     parts = pipeline.Model(embed, block, finish)
     outer = layout.pipeline.vary(weights.outer)
-    return pipeline.Stage(layout.pipeline, parts, outer, layer, weights.blocks.count, layout.in_order, weights.slots)
+    count = weights.blocks.count
+    return pipeline.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
 
 
 def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:

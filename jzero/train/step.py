@@ -100,7 +100,7 @@ class Program:
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
     def start(self, values: Any) -> TrainState:
-        """A new state from float32 shards of the parameters (`Layout.shards`), to which masters keep every bit."""
+        """A new state from float32 shards of the parameters, of which masters keep every bit."""
         params, opt = from_shards(self.layout.tx, values, self.abstract.params)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         return jax.device_put(TrainState(jnp.int32(0), opt, params, self.first_scales(values)), shardings)

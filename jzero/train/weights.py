@@ -133,9 +133,11 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     if hf.is_hf_folder(path):
         place = lambda leaf: NamedSharding(layout.mesh, leaf.param_spec if leaf.split is None else leaf.shard_spec)
         likes = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=place(leaf)) for leaf in layout.plan.leaves]
-        values = hf.load(path, model_config(config, vocab_size), layout.plan.unflatten(likes))
+        loaded = hf.load(path, model_config(config, vocab_size), layout.plan.unflatten(likes))
         note(f"starting from the weights of {path}")
-        return jax.jit(layout.shards, donate_argnums=0, out_shardings=_shardings(program))(values)
+        pairs = zip(jax.tree.leaves(loaded), layout.plan.leaves, strict=True)
+        cut = jax.jit(layout.cut, static_argnums=1)
+        return layout.plan.unflatten([cut(x, leaf) if leaf.split is None else x for x, leaf in pairs])
     if not (path / "config.yaml").is_file():
         raise JzeroError(
             f"model.restore_from_path: expected a folder with config.json (Hugging Face) or the folder of a run, found "
@@ -151,11 +153,6 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     shards = [leaf.shard_spec for leaf in layout.plan.leaves]
     mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(specs,), out_specs=shards)
     return layout.plan.unflatten(jax.jit(mapped)(params))
-
-
-def _shardings(program: Program) -> Any:
-    plan = program.layout.plan
-    return plan.unflatten([NamedSharding(program.mesh, leaf.shard_spec) for leaf in plan.leaves])
 
 
 def _kept(program: Program, values: Any) -> Any:

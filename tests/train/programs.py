@@ -89,6 +89,26 @@ def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
 
 
 @functools.cache
+def bert_batch(number: int) -> dict[str, np.ndarray]:
+    """Pairs of 5 to T tokens; how many are masked differs widely from row to row."""
+    rng, shape = np.random.default_rng(number), (BATCH, T)
+    size = rng.integers(5, T + 1, BATCH)[:, None]
+    text, chance = np.arange(T) < size, rng.uniform(0.1, 0.9, (BATCH, 1))
+    tokens, labels = (rng.integers(0, VOCABULARY, shape, dtype=np.int32) for _ in range(2))
+    return {
+        "tokens": tokens, "labels": labels, "segments": text.astype(np.int32),
+        "token_types": ((np.arange(T) >= size // 2) & text).astype(np.int32),
+        "loss_mask": ((rng.random(shape) < chance) & text).astype(np.float32),
+        "is_random": rng.integers(0, 2, BATCH, dtype=np.int32),
+    }  # fmt: skip
+
+
+def batch_for(prog: Program, number: int) -> dict[str, np.ndarray]:
+    """A batch that a program's model reads."""
+    return bert_batch(number) if prog.config.model.type == "bert" else batch(number)
+
+
+@functools.cache
 def batch(number: int, masked: bool = True) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(number)
     tokens = rng.integers(0, VOCABULARY, (BATCH, T + 1), dtype=np.int32)
@@ -101,7 +121,7 @@ def train(prog: Program, steps: int, state=None):
     state = prog.init() if state is None else state
     rows = []
     for number in range(int(state.step), int(state.step) + steps):
-        state, metrics = jax.block_until_ready(prog.step(state, prog.place(batch(number))))
+        state, metrics = jax.block_until_ready(prog.step(state, prog.place(batch_for(prog, number))))
         rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return state, np.array(rows)
 

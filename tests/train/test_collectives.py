@@ -43,6 +43,10 @@ LAYOUTS = [
     config(8, "replicated", 2, **PIPELINE, **TENSOR, activations_checkpoint_granularity="full"),
     config(4, "gather_twice", 4, **PIPELINE, virtual_pipeline_model_parallel_size=2, precision="bf16"),
     config(8, "gather_on_forward", 4, **PIPELINE, replica_parallel_size=2, grad_accumulation="sharded"),
+    config(8, "gather_on_forward", fp8=True),
+    config(8, "gather_twice", 2, **PIPELINE, **TENSOR, sequence_parallel=True, fp8=True),
+    config(8, "gather_on_forward", 2, **TENSOR, sequence_parallel=True, fp8=True, fp8_recipe="current"),
+    config(8, "replicated", 2, **TENSOR, fp8=True, fp8_recipe="current", activations_checkpoint_granularity="full"),
 ]
 
 
@@ -53,7 +57,7 @@ def name(conf):
     pipeline = f"pipeline{model.pipeline_model_parallel_size}x{model.virtual_pipeline_model_parallel_size or 1}"
     return (
         f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}-{pipeline}"
-        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}"
+        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}{f'-{model.fp8_recipe}' * model.fp8}"
     )
 
 

@@ -6,6 +6,8 @@ from jzero.errors import JzeroError
 from jzero.train.config import load_config
 from jzero.train.config_check import validate
 
+BERT = ["model.type=bert", "model.tokenizer={library: tokenizers, model: stdlib}"]
+
 
 def test_validate_resolves_all_devices():
     config = load_config(None, ["trainer.devices=-1", "trainer.num_nodes=2", "model.global_batch_size=32"])
@@ -212,6 +214,31 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
             1,
             "model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library tokenizers",
         ),
+        (
+            ["model.type=bert", "model.tokenizer={library: tokenizers, model: t.json}"],
+            1,
+            "model.data.data_prefix: stdlib holds words, found model.tokenizer.library tokenizers and "
+            "model.tokenizer.model t.json; set tokenizers and stdlib",
+        ),
+        (
+            ["model.tokenizer={library: tokenizers, model: stdlib}", "model.data.data_prefix=a"],
+            1,
+            "model.tokenizer.model: stdlib is a vocabulary for model.type bert, found gpt",
+        ),
+        (["model.data.masked_lm_prob=0.2"], 1, "model.data.masked_lm_prob: 0.2 has no meaning for model.type gpt"),
+        (["model.bert_binary_head=false"], 1, "model.bert_binary_head: False has no meaning for model.type gpt"),
+        (["model.transformer_block_type=post_ln"], 1, "transformer_block_type: expected pre_ln for a GPT, found post"),
+        (
+            [*BERT, "model.data.eod_mask_loss=true"],
+            1,
+            "model.data.eod_mask_loss: True has no meaning for model.type bert; leave it out",
+        ),
+        (
+            [*BERT, "model.share_embeddings_and_output_weights=false"],
+            1,
+            "model.share_embeddings_and_output_weights: False has no meaning for model.type bert",
+        ),
+        ([*BERT, "model.num_tokentypes=1"], 1, "model.num_tokentypes: expected 2 (sentence A and B) or 0 with"),
     ],
 )
 def test_rules_between_keys(overrides, n_devices, message):

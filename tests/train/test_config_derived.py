@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jzero.errors import JzeroError
-from jzero.models.gpt import GPTConfig
+from jzero.models import BertConfig, GPTConfig
 from jzero.train.config import Config, Model, Trainer, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.options import keys
@@ -117,7 +117,17 @@ def test_model_config_takes_every_key_of_the_model():
     )
     defaults = model_config(Config(), 257)
     kept = {f.name for f in dataclasses.fields(GPTConfig) if getattr(found, f.name) == getattr(defaults, f.name)}
-    assert not kept, "every field must be seen to change"
+    assert kept == {"transformer_block_type"}, "every field must be seen to change, but for what a GPT has not"
+
+
+def test_model_config_of_a_bert():
+    keys = ["type=bert", "transformer_block_type=post_ln", "num_tokentypes=0", "bert_binary_head=false"]
+    found = model_config(load_config(None, [f"model.{key}" for key in keys]), 257)
+    defaults = model_config(load_config(None, ["model.type=bert"]), 257)
+    assert isinstance(found, BertConfig)
+    assert (defaults.num_tokentypes, defaults.bert_binary_head) == (2, True)
+    changed = {"transformer_block_type": "post_ln", "num_tokentypes": 0, "bert_binary_head": False}
+    assert found == dataclasses.replace(defaults, **changed)
 
 
 def test_defaults_of_the_model_are_those_of_the_file():

@@ -27,7 +27,7 @@ def program(name, *overrides):
     return build_program(config, make_mesh(**config.mesh_shape, devices=devices))
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
+@pytest.mark.parametrize("name", ["bert_base", "gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
 def test_lowers_with_the_predicted_collectives(name):
     prog = program(name)
     lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
@@ -35,6 +35,13 @@ def test_lowers_with_the_predicted_collectives(name):
     expected = predicted.step_collectives(prog)
     assert {c: n for c, n in found.items() if c.axes} == expected
     assert predicted.totals(expected)["all-reduce"] <= 64 * 1024
+
+
+def test_a_bert_split_over_tensor_ranks_lowers_with_the_predicted_collectives():
+    for sequence in ("true", "false"):
+        prog = program("bert_base", "model.tensor_model_parallel_size=2", f"model.sequence_parallel={sequence}")
+        found = stablehlo.collectives(prog.step.lower(prog.abstract, prog.abstract_batch()), prog.mesh)
+        assert {c: n for c, n in found.items() if c.axes} == predicted.step_collectives(prog)
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("gpt3_1.3b", 2), ("gpt3_175b", 8)])
@@ -54,7 +61,7 @@ def test_tensor_ranks_share_what_crosses_the_data_axis(name, tensor):
     assert 0 <= scattered - 4 * matrices / tensor <= 4 * small
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
+@pytest.mark.parametrize("name", ["bert_55m", "bert_large", "gpt2_124m", "gpt3_1.3b", "gpt3_175b"])
 @pytest.mark.parametrize("policy", ["replicated", "gather_on_forward", "gather_twice"])
 def test_bytes_per_device_are_the_formula(name, policy):
     """bf16 with fp32 masters: 2 bytes replicated (or 2/d) and 12/d sharded, plus padding."""

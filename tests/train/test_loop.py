@@ -94,7 +94,7 @@ def test_a_run_writes_what_it_says(start, tmp_path, capsys):
     assert out.count("lr 1.0e-02") == 3  # steps 4 and 8, and the last
     assert f"run folder: {tmp_path}/run\n" in out
     assert out.endswith(
-        f"{result.sample}\n\nfinished after step 10 with val_loss {result.val_loss:.4f}; more text: "
+        f"{result.sample}\n\nfinished after step 10 with val_loss {result.val_loss:.4f}; more: "
         f"jzero generate {tmp_path}/run --prompt 'def '\n"
     )
     assert result.sample.startswith("def ")

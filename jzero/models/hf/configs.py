@@ -70,7 +70,7 @@ def kind(config: TransformerConfig) -> str:
     name = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[name]:
         raise JzeroError(
-            f"Hugging Face has no architecture for this model; {name} is the nearest, but {wrong[name][0]}"
+            f"Hugging Face has no architecture for this model; {name} is the nearest, but {', '.join(wrong[name])}"
         )
     return name
 
@@ -151,6 +151,7 @@ def _from_llama(values: Mapping[str, Any]) -> Keys:
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     _expect(rope, "rope_type", "default", default=rope.get("type", "default"))
     _expect(rope, "partial_rotary_factor", 1.0, default=1.0)
+    width = values.get("hidden_size", 4096) // values.get("num_attention_heads", 32)
     bias = _expect(values, "attention_bias", True, False, default=False)
     _expect(values, "mlp_bias", bias, default=False)
     return {
@@ -160,7 +161,7 @@ def _from_llama(values: Mapping[str, Any]) -> Keys:
         "hidden_size": values.get("hidden_size", 4096),
         "num_attention_heads": values.get("num_attention_heads", 32),
         "num_query_groups": values.get("num_key_value_heads"),
-        "kv_channels": values.get("head_dim"),
+        "kv_channels": values.get("head_dim") if values.get("head_dim") != width else None,
         "max_position_embeddings": values.get("max_position_embeddings", 2048),
         "ffn_hidden_size": values.get("intermediate_size", 11008),
         "init_method_std": values.get("initializer_range", 0.02),
