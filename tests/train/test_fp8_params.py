@@ -43,7 +43,7 @@ def assert_close(found, expected, rtol):
     np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=20 * rtol)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_losses_are_those_of_sixteen_bit_parameters(recipe):
     state, rows = run(recipe=recipe)
     assert_close(rows, wide(recipe), 1e-3)
@@ -53,13 +53,13 @@ def test_losses_are_those_of_sixteen_bit_parameters(recipe):
 
 
 LAYOUTS = {
-    "data 8": (8, "replicated", 1, {}),
-    "gather on forward, 2 micro-batches": (4, "gather_on_forward", 2, {}),
     "gather twice, 2 micro-batches": (4, "gather_twice", 2, {}),
-    "tensor 2, full checkpointing": (4, "gather_twice", 2, {**SEQUENCE, "activations_checkpoint_granularity": "full"}),
     "data 2, tensor 2, pipeline 2": (8, "gather_on_forward", 2, {**SEQUENCE, **PIPELINE}),
 }
 MORE_LAYOUTS = {
+    "data 8": (8, "replicated", 1, {}),
+    "gather on forward, 2 micro-batches": (4, "gather_on_forward", 2, {}),
+    "tensor 2, full checkpointing": (4, "gather_twice", 2, {**SEQUENCE, "activations_checkpoint_granularity": "full"}),
     "into shards": (4, "gather_on_forward", 2, {"grad_accumulation": "sharded"}),
     "whole sequence, replicated": (4, "replicated", 2, {**TENSOR, "activations_checkpoint_granularity": "selective"}),
     "replica 2": (4, "replicated", 2, {"replica_parallel_size": 2}),
@@ -131,6 +131,7 @@ def test_a_restored_run_goes_on_bit_for_bit_and_on_another_mesh_to_a_thousandth(
     assert_close(train(other, 2, moved)[1], rows, 1e-3)
 
 
+@pytest.mark.slow
 def test_evaluation_and_logits():
     prog, alone = program(narrow(4, "gather_on_forward"), VOCABULARY), program(narrow(1), VOCABULARY)
     state, one = prog.init(), alone.init()
