@@ -146,7 +146,11 @@ class Program:
             in_specs=(self.specs.params, batch_spec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(lambda params, batch, fp8=(): mapped(params, batch, self._known(fp8)))
+
+        def evaluate(params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
+            return mapped(params, batch, self._known(fp8))
+
+        return jax.jit(evaluate)
 
     @functools.cached_property
     def logits(self) -> Callable[..., Array]:
@@ -160,7 +164,11 @@ class Program:
             in_specs=(self.specs.params, PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(lambda params, tokens, fp8=(): mapped(params, tokens, self._known(fp8)))
+
+        def logits(params: Any, tokens: Array, fp8: Any = ()) -> Array:
+            return mapped(params, tokens, self._known(fp8))
+
+        return jax.jit(logits)
 
     def _known(self, fp8: Any) -> Any:
         """The scales that were handed in."""
