@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from jzero.models.gpt import functions
-from jzero.train.config import Config, gpt_config, load_config, to_yaml
+from jzero.train.config import Config, load_config, model_config, to_yaml
 from jzero.train.config_check import validate
 from jzero.train.options import keys
 
@@ -17,7 +17,7 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
 def test_the_files_are_these():
-    names = ["gpt2_124m", "gpt3_1.3b", "gpt3_1.3b_fp8", "gpt3_175b", "gpt_tiny", "gpt_tiny_fp8"]
+    names = ["bert_tiny", "gpt2_124m", "gpt3_1.3b", "gpt3_1.3b_fp8", "gpt3_175b", "gpt_tiny", "gpt_tiny_fp8"]
     assert [f.stem for f in FILES] == names
 
 
@@ -80,5 +80,5 @@ def test_published_sizes(name, layers, hidden, heads, context, devices, paramete
     m = config.model
     found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.encoder_seq_length, config.num_devices)
     assert found == (layers, hidden, heads, context, devices)
-    abstract = functions(gpt_config(config, m.vocab_size or 257)).abstract
+    abstract = functions(model_config(config, m.vocab_size or 257)).abstract
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract)) == parameters

@@ -7,6 +7,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from jzero.data.bert import BertDataset
 from jzero.data.gpt import GPTDataset
 from jzero.errors import JzeroError
 
@@ -79,7 +80,7 @@ class Blend:
         ((0, 3), 3)
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float]):
+    def __init__(self, datasets: Sequence[GPTDataset | BertDataset], weights: Sequence[float]):
         self.datasets = list(datasets)
         self.counts = proportions(weights)
         if len(self.counts) != len(self.datasets):

@@ -1,4 +1,4 @@
-"""The built-in corpus: the source text of the Python standard library that runs this, as byte tokens. No download."""
+"""The built-in corpus: the source text of the Python standard library, in bytes or words. No download."""
 
 import hashlib
 import os
@@ -6,16 +6,19 @@ import platform
 import shutil
 import sysconfig
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from jzero.data.indexed import IndexedDataset
-from jzero.data.text import ByteTokenizer
+from jzero.data.text import ByteTokenizer, FileTokenizer
+from jzero.data.tokenizer import learn, save
 from jzero.data.writer import IndexedWriter
 from jzero.errors import JzeroError
 
+_WORDS = 2048  # entries of the tokenizer of words
 _RECIPE = b"1"  # part of the key: raise it when the choice or the order of files changes
 # Tests repeat themselves, encodings and pydoc_data are generated tables; the rest is other people's code.
 _SKIPPED_FOLDERS = {
@@ -53,17 +56,46 @@ def stdlib_corpus(cache_dir: str | Path | None = None) -> str:
         >>> bytes(IndexedDataset(stdlib_corpus(tempfile.mkdtemp())).tokens[:200].astype("u1")).isascii()
         True
     """
+    sources = _need_sources()
+    folder = _cache(cache_dir) / f"stdlib-{platform.python_version()}-{_digest(sources)}"
+    if not _is_complete(folder / "text"):
+        _build(folder, lambda own: _bytes(sources, own))
+    return str(folder / "text")
+
+
+def stdlib_sentences(cache_dir: str | Path | None = None) -> str:
+    """The built-in corpus for a BERT, as `stdlib_corpus`: a sequence per line, in WordPiece tokens, none between files.
+
+    Beside the two files stands `tokenizer.json`: 2,048 entries, trained on all of it (about ten seconds altogether).
+
+    Example:
+        >>> import tempfile, os
+        >>> from jzero.data import FileTokenizer, IndexedDataset
+        >>> prefix = stdlib_sentences(tempfile.mkdtemp())
+        >>> tokenizer = FileTokenizer(os.path.join(os.path.dirname(prefix), "tokenizer.json"))
+        >>> tokenizer.vocab_size, max(IndexedDataset(prefix).tokens) < 2048
+        (2048, True)
+    """
+    sources = _need_sources()
+    folder = _cache(cache_dir) / f"stdlib-words-{platform.python_version()}-{_digest(sources)}-{version('tokenizers')}"
+    if not _is_complete(folder / "text"):
+        _build(folder, lambda own: _words(sources, own))
+    return str(folder / "text")
+
+
+def stdlib_tokenizer(cache_dir: str | Path | None = None) -> str:
+    """The path of the `tokenizer.json` of `stdlib_sentences`."""
+    return str(Path(stdlib_sentences(cache_dir)).with_name("tokenizer.json"))
+
+
+def _need_sources() -> list[tuple[str, bytes]]:
     sources = list(_sources(Path(sysconfig.get_paths()["stdlib"])))
     if not sources:
         raise JzeroError(
             f"built-in corpus: expected the source text of the standard library in {sysconfig.get_paths()['stdlib']}, "
             "found none; set model.data.data_prefix to an indexed file of your own (`jzero data build`)"
         )
-    folder = _cache(cache_dir) / f"stdlib-{platform.python_version()}-{_digest(sources)}"
-    prefix = folder / "text"
-    if not _is_complete(prefix):
-        _build(sources, folder)
-    return str(prefix)
+    return sources
 
 
 def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -102,14 +134,27 @@ def _is_complete(prefix: Path) -> bool:
     return True
 
 
-def _build(sources: list[tuple[str, bytes]], folder: Path):
-    """Build in a folder of its own, then move that to its place; whoever comes second throws his away."""
-    tokenizer = ByteTokenizer()
+def _bytes(sources: list[tuple[str, bytes]], folder: Path):
+    with IndexedWriter(folder / "text", np.uint16) as writer:
+        for _, content in sources:
+            writer.add(np.append(np.frombuffer(content, np.uint8), np.uint16(ByteTokenizer.eod)))
+
+
+def _words(sources: list[tuple[str, bytes]], folder: Path):
+    texts = [content.decode("utf-8", "replace") for _, content in sources]
+    save(learn(texts, vocab_size=_WORDS, kind="wordpiece"), folder / "tokenizer.json")
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    with IndexedWriter(folder / "text", np.uint16) as writer:
+        for text in texts:
+            lines = tokenizer.encode_batch([line for line in text.splitlines() if line.strip()])
+            writer.add(np.concatenate([np.zeros(0, np.int32), *lines]), [len(ids) for ids in lines])
+
+
+def _build(folder: Path, fill: Callable[[Path], None]):
+    """Fill a folder of its own, then move that to its place; whoever comes second throws his away."""
     own = folder.with_name(f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with IndexedWriter(own / "text", np.uint16) as writer:
-            for _, content in sources:
-                writer.add(np.append(np.frombuffer(content, np.uint8), np.uint16(tokenizer.eod)))
+        fill(own)
         _publish(own, folder)
     except (JzeroError, OSError) as error:
         cause = error.__context__ if isinstance(error, JzeroError) else error

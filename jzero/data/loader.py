@@ -13,15 +13,16 @@ import grain
 import numpy as np
 from absl import flags
 
+from jzero.data.bert import BertDataset, bert_tokens
 from jzero.data.blend import Blend, split_documents
-from jzero.data.corpus import stdlib_corpus
+from jzero.data.corpus import stdlib_corpus, stdlib_sentences, stdlib_tokenizer
 from jzero.data.gpt import GPTDataset, foreign_token
 from jzero.data.indexed import IndexedDataset
 from jzero.data.text import Tokenizer, load_tokenizer
 from jzero.errors import JzeroError
 
 SPLITS = ("train", "validation", "test")
-Dataset = GPTDataset | Blend
+Dataset = GPTDataset | BertDataset | Blend
 
 _LOOKED_AT = 1 << 26  # tokens of a file that are compared with the vocabulary when it is opened (0.1 s)
 _WINDOWS = 64  # in which they lie, where the file has more
@@ -57,6 +58,7 @@ def parse_prefix(data_prefix: Any) -> tuple[list[str], list[float] | None]:
 def open_datasets(
     data_prefix: Any,
     *,
+    kind: type[GPTDataset] | type[BertDataset] = GPTDataset,
     splits_string: str = "900,50,50",
     cache_dir: str | Path | None = None,
     **options: Any,
@@ -65,9 +67,10 @@ def open_datasets(
 
     Args:
         data_prefix: see `parse_prefix`; "stdlib" among the paths is the built-in corpus.
+        kind: what samples are made by.
         splits_string: see `split_documents`; each file is divided by it.
         cache_dir: where the built-in corpus is kept, see `stdlib_corpus`.
-        **options: of `GPTDataset`: seq_length, seed, vocab_size, eod, shuffle_documents, …
+        **options: of `kind`: seq_length, seed, vocab_size, eod, shuffle_documents, …
 
     Returns:
         "train", "validation" and "test"; the last two are None where no file has documents for them. Without weights a
@@ -83,9 +86,8 @@ def open_datasets(
         (64,)
     """
     paths, weights = parse_prefix(data_prefix)
-    files = [
-        IndexedDataset(stdlib_corpus(cache_dir) if path == "stdlib" else os.path.expanduser(path)) for path in paths
-    ]
+    corpus = stdlib_corpus if kind is GPTDataset else stdlib_sentences
+    files = [IndexedDataset(corpus(cache_dir) if path == "stdlib" else os.path.expanduser(path)) for path in paths]
     for file in files:
         check_vocabulary(file, options["vocab_size"])
     ranges = [split_documents(splits_string, len(file.documents) - 1) for file in files]
@@ -99,7 +101,7 @@ def open_datasets(
                 f"{len(files[empty].documents) - 1} with splits_string {splits_string}; give more documents or another "
                 "splits_string"
             )
-        parts = [GPTDataset(files[i], documents=ranges[i][split], **options) for i in used]
+        parts = [kind(files[i], documents=ranges[i][split], **options) for i in used]
         shares = [len(part) for part in parts] if weights is None else [weights[i] for i in used]
         datasets[name] = None if not parts else parts[0] if len(parts) == 1 else Blend(parts, shares)
     return datasets
@@ -131,19 +133,27 @@ def check_vocabulary(file: IndexedDataset, vocab_size: int, limit: int = _LOOKED
 
 
 def config_tokenizer(config: Any) -> Tokenizer:
-    """The tokenizer of `config.model.tokenizer`: that of bytes, or the one in the file `model`.
+    """The tokenizer of `config.model.tokenizer`: that of bytes, the one in the file `model`, or "stdlib", see `corpus`.
 
     Raises:
         JzeroError: the file is missing or of no use.
     """
-    return load_tokenizer(config.model.tokenizer.model or "bytes")
+    return load_tokenizer(tokenizer_path(config) or "bytes")
+
+
+def tokenizer_path(config: Any) -> Path | None:
+    """The file of the tokenizer of `config.model.tokenizer`; None: it has none."""
+    name = config.model.tokenizer.model
+    if name == "stdlib":
+        return Path(stdlib_tokenizer(config.model.data.cache_dir))
+    return Path(os.path.expanduser(name)) if name else None
 
 
 def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str, Dataset | None]:
     """The datasets of a configuration: `open_datasets` with the keys of `config.model` and `config.model.data`.
 
     Args:
-        config: read by attribute: model.{seed, encoder_seq_length, vocab_size, tokenizer, data}.
+        config: read by attribute: model.{type, seed, encoder_seq_length, vocab_size, tokenizer, data, …}.
         tokenizer: None loads the one of the configuration.
 
     Returns:
@@ -154,18 +164,32 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str,
     """
     data = config.model.data
     tokenizer = config_tokenizer(config) if tokenizer is None else tokenizer
+    shared = {
+        "splits_string": data.splits_string,
+        "cache_dir": data.cache_dir,
+        "seq_length": config.model.encoder_seq_length,
+        "seed": config.model.seed,
+        "vocab_size": config.model.vocab_size or tokenizer.vocab_size,
+    }
+    if config.model.type == "bert":
+        return open_datasets(
+            data.data_prefix,
+            kind=BertDataset,
+            tokens=bert_tokens(tokenizer),
+            masked_lm_prob=data.masked_lm_prob,
+            short_seq_prob=data.short_seq_prob,
+            whole_word_masking=data.whole_word_masking,
+            binary_head=config.model.bert_binary_head,
+            **shared,
+        )
     return open_datasets(
         data.data_prefix,
-        splits_string=data.splits_string,
-        cache_dir=data.cache_dir,
-        seq_length=config.model.encoder_seq_length,
-        seed=config.model.seed,
-        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
         eod=tokenizer.eod,
         shuffle_documents=data.shuffle_documents,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
+        **shared,
     )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from jzero.data.sentences import split_sentences
 from jzero.data.writer import IndexedWriter, smallest_dtype
 from jzero.errors import JzeroError
 
@@ -83,6 +84,10 @@ class FileTokenizer:
     Args:
         path: the `tokenizer.json`.
 
+    Attributes:
+        pieces: id of every token's text.
+        special_ids: ids of the special tokens, which no text encodes to.
+
     Raises:
         JzeroError: no such file, not a tokenizer, or none of its tokens is known to end a document.
     """
@@ -105,7 +110,9 @@ class FileTokenizer:
             ) from None
         self._backend.no_truncation()
         self._backend.no_padding()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.pieces = vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = {token for token, content in added.items() if content.special}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         names = [name for name in _EOD_NAMES if name in vocabulary]
         if not names:
@@ -152,7 +159,7 @@ class Built:
 
     prefix: str  # path without .bin and .idx
     documents: int
-    tokens: int  # with one end-of-document token per document
+    tokens: int  # with one end-of-document token per document, unless it was split into sentences
     empty: int  # documents without any token, which were left out
     dtype: str  # of the tokens in the file
 
@@ -163,9 +170,10 @@ def build(
     output: str | Path,
     *,
     key: str = "text",
+    split: bool = False,
     progress: bool = True,
 ) -> Built:
-    """Tokenize text into an indexed file, with an end-of-document token after each document.
+    """Tokenize text into an indexed file, with an end-of-document token after each document; or into sentences.
 
     Args:
         inputs: files. Each line of a `.jsonl` file is an object whose `key` is a document (blank lines are skipped);
@@ -173,6 +181,7 @@ def build(
         tokenizer: a name for `load_tokenizer`, or a tokenizer.
         output: path without `.bin` and `.idx`; ~ in paths is the user's home.
         key: where the text is in an object of a `.jsonl` file.
+        split: a sequence per sentence (`jzero.data.sentences`), as BERT needs it, and no end-of-document tokens.
         progress: show a bar on standard error, if that is a terminal.
 
     Returns:
@@ -191,23 +200,19 @@ def build(
         (1, 6)
     """
     encoder = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-    paths = [Path(os.path.expanduser(path)) for path in inputs]
-    for path in paths:
-        if not path.is_file():
-            found = "a folder" if path.is_dir() else "no such file"
-            raise JzeroError(f"{path}: expected a text or .jsonl file, found {found}; give the paths of files")
+    paths = input_files(inputs)
     output = _prefix(output)
     documents = tokens = empty = 0
     dtype = smallest_dtype(encoder.vocab_size)
     with _bar(sum(path.stat().st_size for path in paths), progress) as advance, IndexedWriter(output, dtype) as writer:
-        for texts, size in _batches(_documents(paths, key)):
-            for ids in encoder.encode_batch(texts):
-                if not len(ids):
+        for texts, size in _batches(read_documents(paths, key)):
+            for ids, lengths in _encoded(encoder, texts, split):
+                if not sum(lengths):
                     empty += 1
                     continue
-                writer.add(np.append(ids, np.int32(encoder.eod)))
+                writer.add(ids, lengths)
                 documents += 1
-                tokens += len(ids) + 1
+                tokens += len(ids)
             advance(size)
         if not documents:
             raise JzeroError(
@@ -215,6 +220,20 @@ def build(
                 "files that hold text"
             )
     return Built(output, documents, tokens, empty, dtype.name)
+
+
+def _encoded(encoder: Tokenizer, texts: Sequence[str], split: bool) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """The tokens of each text and the lengths of its sequences; no sequence where there is no token."""
+    if not split:
+        for ids in encoder.encode_batch(texts):
+            ids = np.append(ids, np.int32(encoder.eod)) if len(ids) else ids
+            yield ids, [len(ids)]
+        return
+    sentences = [split_sentences(text) for text in texts]
+    encoded = iter(encoder.encode_batch([sentence for document in sentences for sentence in document]))
+    for document in sentences:
+        parts = [ids for ids in (next(encoded) for _ in document) if len(ids)]
+        yield np.concatenate([np.zeros(0, np.int32), *parts]), [len(ids) for ids in parts]
 
 
 def _prefix(output: str | Path) -> str:
@@ -233,8 +252,22 @@ def _prefix(output: str | Path) -> str:
     return text
 
 
-def _documents(paths: Sequence[Path], key: str) -> Iterator[tuple[str, int]]:
-    """Each document's text and the bytes of input it took."""
+def input_files(inputs: Sequence[str | Path]) -> list[Path]:
+    """The paths of text files, ~ as the user's home.
+
+    Raises:
+        JzeroError: one of them is no file.
+    """
+    paths = [Path(os.path.expanduser(path)) for path in inputs]
+    for path in paths:
+        if not path.is_file():
+            found = "a folder" if path.is_dir() else "no such file"
+            raise JzeroError(f"{path}: expected a text or .jsonl file, found {found}; give the paths of files")
+    return paths
+
+
+def read_documents(paths: Sequence[Path], key: str = "text") -> Iterator[tuple[str, int]]:
+    """Each document's text and the bytes of input it took; see `build`."""
     for path in paths:
         if path.suffix == ".jsonl":
             yield from _json_lines(path, key)

@@ -1,4 +1,4 @@
-"""Causal attention without parameters: rotary positions, and the product of softmax(query · key) with the values.
+"""Attention without parameters: rotary positions, and the product of softmax(query · key) with the values.
 
 Letters: B batch, T sequence (S: as keys), G groups = heads of keys and values, R query heads of a group,
 H = G · R heads, K head width.
@@ -50,15 +50,17 @@ def attend(
     value: jax.Array,
     *,
     segments: jax.Array | None = None,
+    causal: bool = True,
     implementation: str = "auto",
     drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Each position's mean of the values up to its own, weighted by softmax(query · key / √K).
+    """Each position's mean of the values (up to its own), weighted by softmax(query · key / √K).
 
     Args:
         query: [B, T, G, R, K].
         key, value: [B, T, G, K].
         segments: int [B, T] or None; positions see only those of their own segment.
+        causal: positions see only those up to their own.
         implementation: "auto": cuDNN on a GPU in 16 bits where it can, else written out here, which on CPU is faster
             than `jax.nn.dot_product_attention` (it divides by the softmax's sum after the product with the values);
             "xla" or "cudnn": that function's.
@@ -76,12 +78,12 @@ def attend(
         if chosen is not None:
             mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
             flat = query.reshape(batch, length, groups * per_group, width)
-            return jax.nn.dot_product_attention(flat, key, value, mask=mask, is_causal=True, implementation=chosen)
+            return jax.nn.dot_product_attention(flat, key, value, mask=mask, is_causal=causal, implementation=chosen)
     elif implementation == "cudnn":
         raise JzeroError(
             "model.attention_implementation: expected auto or xla with attention dropout, found cudnn, which has none"
         )
-    return _written_out(query, key, value, segments, drop)
+    return _written_out(query, key, value, segments, causal, drop)
 
 
 def flash_attention_fits(dtype: jnp.dtype, head_width: int, platform: str) -> bool:
@@ -122,12 +124,14 @@ def _written_out(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
+    causal: bool,
     drop: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
     batch, length, groups, per_group, width = query.shape
     query, key, value = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
     scores = einsum32("bgrtk,bgsk->bgrts", query, key) * width**-0.5
-    scores = jnp.where(_visible(length, segments), scores, _MASKED)
+    visible = _visible(length, segments, causal)
+    scores = scores if visible is None else jnp.where(visible, scores, _MASKED)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1, keepdims=True)
     if drop is not None:
@@ -136,12 +140,13 @@ def _written_out(
     return mean.astype(value.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, groups * per_group, width)
 
 
-def _visible(length: int, segments: jax.Array | None) -> jax.Array:
+def _visible(length: int, segments: jax.Array | None, causal: bool) -> jax.Array | None:
     """Bool, broadcasts against [B, G, R, T, S]; computed, since a constant would be kept for the backward pass."""
-    causal = jnp.arange(length)[:, None] >= jnp.arange(length)
+    past = jnp.arange(length)[:, None] >= jnp.arange(length) if causal else None
     if segments is None:
-        return causal
-    return (segments[:, :, None] == segments[:, None, :])[:, None, None] & causal
+        return past
+    same = (segments[:, :, None] == segments[:, None, :])[:, None, None]
+    return same if past is None else same & past
 
 
 def einsum32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -14,7 +14,8 @@ _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_attention_heads", "
 _POSITIVE_IF_SET = ("ffn_hidden_size", "num_query_groups", "kv_channels")
 _CHOICES = {
     "normalization": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "swiglu"),
+    "activation": ("gelu", "gelu_exact", "swiglu"),
+    "transformer_block_type": ("pre_ln", "post_ln"),
     "position_embedding_type": ("learned_absolute", "rope"),
     "attention_implementation": ("auto", "xla", "cudnn"),
 }
@@ -26,6 +27,7 @@ class TransformerConfig:
 
     Args:
         vocab_size: rows of the token embedding, padding to a convenient multiple included.
+        vocab_padding: how many of the last rows are padding: tokens that do not exist take no part in a loss.
         num_layers, hidden_size, num_attention_heads: the sizes everybody quotes.
         max_position_embeddings: rows of the learned position table; not used by rotary positions.
         ffn_hidden_size: width of the feed-forward layer; None: 4 × hidden_size.
@@ -35,8 +37,10 @@ class TransformerConfig:
         use_scaled_init_method: divide it by √(2 · num_layers) in the two projections that write to the residual stream.
         hidden_dropout, attention_dropout: rates in [0, 1), applied only where a `Dropout` is handed in.
         normalization: "layernorm" or "rmsnorm"; layernorm_epsilon: what is added to the variance.
-        activation: "gelu" (tanh approximation) or "swiglu".
+        activation: "gelu" (tanh approximation), "gelu_exact" (with the error function) or "swiglu".
         bias: whether the four projections of a block have one (a LayerNorm always has).
+        transformer_block_type: "pre_ln": norms before attention and feed-forward layer; "post_ln": after their sums
+            with what goes past them (Vaswani et al. 2017).
         position_embedding_type: "learned_absolute" or "rope"; rotary_base, rotary_percentage: of "rope" alone.
         attention_implementation: "auto" (cuDNN on a GPU in 16 bits, else written out), "xla" or "cudnn"
             (`jax.nn.dot_product_attention`'s).
@@ -51,9 +55,15 @@ class TransformerConfig:
     Example:
         >>> TransformerConfig(vocab_size=50304, num_layers=2, hidden_size=64, num_attention_heads=4).head_width
         16
+
+    Attributes:
+        causal: whether positions see only those up to their own; of a kind of model, not of a configuration.
     """
 
+    causal: ClassVar[bool] = True
+
     vocab_size: int
+    vocab_padding: int = 0
     num_layers: int = 12
     hidden_size: int = 768
     num_attention_heads: int = 12
@@ -69,6 +79,7 @@ class TransformerConfig:
     layernorm_epsilon: float = 1e-5
     activation: str = "gelu"
     bias: bool = True
+    transformer_block_type: str = "pre_ln"
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 10000.0
     rotary_percentage: float = 1.0
@@ -82,7 +93,7 @@ class TransformerConfig:
         _check_heads(self)
         _check_positions(self)
         if self.attention_implementation == "cudnn" and self.attention_dropout > 0:
-            raise _mistake(
+            raise mistake(
                 "attention_dropout",
                 "0 with attention_implementation cudnn, which has no dropout",
                 self.attention_dropout,
@@ -131,10 +142,11 @@ def check_split(config: TransformerConfig, tensor: int) -> None:
         ("vocab_size", config.vocab_size),
     ):
         if value % tensor:
-            raise _mistake(key, f"a multiple of tensor_model_parallel_size {tensor}", value)
+            raise mistake(key, f"a multiple of tensor_model_parallel_size {tensor}", value)
 
 
-def _mistake(key: str, expected: str, found: object) -> JzeroError:
+def mistake(key: str, expected: str, found: object) -> JzeroError:
+    """The error of a key of the model's configuration."""
     return JzeroError(f"model.{key}: expected {expected}, found {found}")
 
 
@@ -144,40 +156,40 @@ def _check_ranges(config: TransformerConfig) -> None:
         if value is None and key in _POSITIVE_IF_SET:
             continue
         if not isinstance(value, int) or value < 1:
-            raise _mistake(key, "a whole number of at least 1", value)
+            raise mistake(key, "a whole number of at least 1", value)
     for key, choices in _CHOICES.items():
         if getattr(config, key) not in choices:
-            raise _mistake(key, " or ".join(choices), getattr(config, key))
+            raise mistake(key, " or ".join(choices), getattr(config, key))
     for key in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, key) < 1:
-            raise _mistake(key, "a rate of at least 0 and below 1", getattr(config, key))
+            raise mistake(key, "a rate of at least 0 and below 1", getattr(config, key))
     for key in ("init_method_std", "layernorm_epsilon", "rotary_base"):
         if not getattr(config, key) > 0:
-            raise _mistake(key, "a number above 0", getattr(config, key))
+            raise mistake(key, "a number above 0", getattr(config, key))
+    if not 0 <= config.vocab_padding < config.vocab_size:
+        raise mistake("vocab_padding", f"at least 0 and below vocab_size {config.vocab_size}", config.vocab_padding)
     if not jnp.issubdtype(jnp.dtype(config.param_dtype), jnp.floating):
-        raise _mistake("param_dtype", "a floating-point type", config.param_dtype)
+        raise mistake("param_dtype", "a floating-point type", config.param_dtype)
 
 
 def _check_heads(config: TransformerConfig) -> None:
     heads = config.num_attention_heads
     if config.kv_channels is None and config.hidden_size % heads:
         expected = f"a divisor of hidden_size {config.hidden_size} (or kv_channels set)"
-        raise _mistake("num_attention_heads", expected, heads)
+        raise mistake("num_attention_heads", expected, heads)
     if heads % config.query_groups:
-        raise _mistake("num_query_groups", f"a divisor of num_attention_heads {heads}", config.query_groups)
+        raise mistake("num_query_groups", f"a divisor of num_attention_heads {heads}", config.query_groups)
 
 
 def _check_positions(config: TransformerConfig) -> None:
     if config.position_embedding_type == "rope":
         if not 0 < config.rotary_percentage <= 1:
-            raise _mistake("rotary_percentage", "a share above 0 and at most 1", config.rotary_percentage)
+            raise mistake("rotary_percentage", "a share above 0 and at most 1", config.rotary_percentage)
         if config.rotary_width < 2 or config.rotary_width % 2:
             expected = f"a share of the {config.head_width} channels of a head that is an even number of at least 2"
-            raise _mistake(
-                "rotary_percentage", expected, f"{config.rotary_percentage} ({config.rotary_width} channels)"
-            )
+            raise mistake("rotary_percentage", expected, f"{config.rotary_percentage} ({config.rotary_width} channels)")
         return
     for key, default in (("rotary_base", 10000.0), ("rotary_percentage", 1.0)):
         if getattr(config, key) != default:
             expected = f"its default {default} unless position_embedding_type is rope"
-            raise _mistake(key, expected, getattr(config, key))
+            raise mistake(key, expected, getattr(config, key))

@@ -18,24 +18,18 @@ H = G · R heads, K head width, V vocabulary, L layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jzero.fp8 import Slots
-from jzero.fp8.recipes import Recipe
 from jzero.models import parameters
-from jzero.models.config import TransformerConfig, check_split
+from jzero.models.config import TransformerConfig, check_split, mistake
 from jzero.models.dropout import Dropout
-from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE, Block, Embedding, Norm, project_to_vocabulary
+from jzero.models.functions import Batch, Functions, functions, make_functions
+from jzero.models.layers import Block, Embedding, Norm, apply_blocks, project_to_vocabulary
 from jzero.models.parameters import Parameter, Tree
 from jzero.parallel.tensor import TensorParallel
-
-Batch = Mapping[str, jax.Array]
-"""int32 [B, T] each: "tokens", "labels" (for losses), and optionally "positions" and "segments"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +46,11 @@ class GPTConfig(TransformerConfig):
     """
 
     share_embeddings_and_output_weights: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.transformer_block_type != "pre_ln":
+            raise mistake("transformer_block_type", "pre_ln for a GPT", self.transformer_block_type)
 
 
 class Head(nnx.Module):
@@ -78,6 +77,7 @@ class GPT(nnx.Module):
         params: uses these instead: a nested dict of arrays.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> config = GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
         >>> model = GPT(config, rngs=nnx.Rngs(0))
         >>> model(jnp.zeros((1, 8), jnp.int32)).shape
@@ -114,17 +114,11 @@ class GPT(nnx.Module):
             slots: of the layers' FP8 products: scales [L, 4, 3], which `config.fp8=DelayedScaling(…)` needs.
 
         Returns:
-            Logits, float32 [B, T, V].
+            Logits, float32 [B, T, V]; those of padding mean nothing.
         """
         x = self.embedding(tokens, positions, dropout)
-        structure, layers = nnx.split(self.blocks)
-
-        def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
-            values, index, own = layer
-            block = nnx.merge(structure, values)
-            return block(x, index=index, positions=positions, segments=segments, dropout=dropout, slots=own), None
-
-        x, _ = jax.lax.scan(body, x, (layers, jnp.arange(self.config.num_layers), slots))
+        context = {"positions": positions, "segments": segments, "dropout": dropout}
+        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
         table = self.embedding.token if self.head is None else self.head.weight
         return project_to_vocabulary(self.final_norm(x), table[...])
 
@@ -139,51 +133,10 @@ def describe(config: GPTConfig) -> Tree:
     return tree if config.share_embeddings_and_output_weights else {**tree, "head": Head.parameters(config)}
 
 
-class Functions(NamedTuple):
-    """A model as pure functions of plain dicts, for a training step that writes the scan over layers by hand.
-
-    `outer` is the tree of parameters without "blocks", `layer` one layer's part of "blocks" (no leading L). Inside a
-    manual region over the tensor axis both are this rank's part, and so is x where the sequence is split.
-    """
-
-    abstract: Tree  # the parameters' tree, of jax.ShapeDtypeStruct
-    axes: Tree  # of tuples: a logical name or None per dimension
-    decay: Tree  # of bool: whether weight decay applies
-    init: Callable[[jax.Array], Tree]  # key -> parameters
-    embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
-    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index, FP8 slots or None) -> x
-    losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
-    logits: Callable[[Tree, jax.Array], jax.Array]  # (outer, x) -> float32 [B, T, V], whole
-    selective_policy: Callable[..., Any]  # for jax.checkpoint(block): recompute the core of attention only
-    tensor: TensorParallel  # how the model is spread over the tensor axis
-    fp8: Recipe | None  # of the layers' products
-    products: tuple[tuple[str, ...], ...]  # paths in a layer's tree of what may be in FP8, in the order of its slots
-
-
-def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functions:
-    """The pure functions of a GPT.
-
-    Their only collectives are those of `tensor`; without it they run inside and outside of `jax.shard_map`. Activations
-    have the type of the embedding's result. "selective" follows Korthikanti et al. (https://arxiv.org/abs/2205.05198).
-
-    Args:
-        config: the architecture.
-        tensor: how the model is spread over the tensor axis; None: not at all.
-
-    Raises:
-        JzeroError: the tensor axis does not divide the model.
-
-    Example:
-        >>> f = functions(GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2))
-        >>> params = f.init(jax.random.key(0))
-        >>> f.embed(params, {"tokens": jnp.zeros((1, 8), jnp.int32)}, None).shape
-        (1, 8, 32)
-    """
-    tree, tensor = describe(config), tensor or TensorParallel()
+@functions.register
+def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functions:
+    tensor = tensor or TensorParallel()
     check_split(config, tensor.size)
-
-    def init(key: jax.Array) -> Tree:
-        return parameters.initialize(tree, key)
 
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)
@@ -205,19 +158,15 @@ def functions(config: GPTConfig, tensor: TensorParallel | None = None) -> Functi
         return project_to_vocabulary(tensor.enter(Norm(config, outer["final_norm"])(x)), table)
 
     def losses(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
-        return tensor.cross_entropy(scores(outer, x), batch["labels"])
+        return tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding)
 
-    return Functions(
-        abstract=parameters.abstract(tree),
-        axes=parameters.logical_axes(tree),
-        decay=parameters.decays(tree),
-        init=init,
+    return make_functions(
+        describe(config),
+        tensor,
         embed=embed,
         block=block,
         losses=losses,
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
-        selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
-        tensor=tensor,
         fp8=config.fp8,
-        products=PRODUCTS,
+        inputs={"tokens": 2, "labels": 2, "loss_mask": 2},
     )

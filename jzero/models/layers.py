@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def _layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, epsilon: float) 
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped queries (https://arxiv.org/abs/2305.13245).
+    """Self-attention, causal or not (`config.causal`), with grouped queries (https://arxiv.org/abs/2305.13245).
 
     One product makes queries, keys and values: for each group R queries, then its key, then its value.
     """
@@ -191,6 +192,7 @@ class Attention(nnx.Module):
             turning[..., -1, :],
             value,
             segments=segments,
+            causal=config.causal,
             implementation=config.attention_implementation,
             drop=drop,
         )
@@ -213,7 +215,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.tensor = tensor
-        self.activation = _swiglu if config.activation == "swiglu" else _gelu
+        self.activation = _swiglu if config.activation == "swiglu" else gelu(config)
         self.up = Linear(values["up"], 1, config, tensor)
         self.down = Linear(values["down"], 1, config, tensor)
 
@@ -223,9 +225,19 @@ class MLP(nnx.Module):
         return self.down(self.activation(wide), self.tensor.leave, slots[1])
 
 
+def gelu(config: TransformerConfig) -> Callable[[jax.Array], jax.Array]:
+    """The GELU of a configuration (https://arxiv.org/abs/1606.08415): with the error function, or its approximation."""
+    return _gelu_exact if config.activation == "gelu_exact" else _gelu
+
+
 @_keep_inputs
 def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
+
+
+@_keep_inputs
+def _gelu_exact(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
 
 
 @_keep_inputs
@@ -234,7 +246,7 @@ def _swiglu(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norm(x + attention(x)), then norm(x + mlp(x))."""
 
     @staticmethod
     def parameters(config: TransformerConfig) -> Tree:
@@ -252,7 +264,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, values["attention"], tensor)
         self.mlp_norm = Norm(config, values["mlp_norm"])
         self.mlp = MLP(config, values["mlp"], tensor)
-        self.rate = config.hidden_dropout
+        self.rate, self.post = config.hidden_dropout, config.transformer_block_type == "post_ln"
 
     def __call__(
         self,
@@ -279,7 +291,7 @@ class Block(nnx.Module):
         """
         qkv, out, up, down = (_NO_SLOTS if slots is None else slots.of(i) for i in range(len(PRODUCTS)))
         attended = self.attention(
-            self.attention_norm(x),
+            x if self.post else self.attention_norm(x),
             index=index,
             positions=positions,
             segments=segments,
@@ -288,8 +300,21 @@ class Block(nnx.Module):
         )
         first = self.tensor.first_position(x.shape[1])
         x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index, first)
-        wide = self.mlp(self.mlp_norm(x), (up, down))
-        return x + drop_features(wide, self.rate, dropout, Site.MLP_OUT, index, first)
+        x = self.attention_norm(x) if self.post else x
+        wide = self.mlp(x if self.post else self.mlp_norm(x), (up, down))
+        x = x + drop_features(wide, self.rate, dropout, Site.MLP_OUT, index, first)
+        return self.mlp_norm(x) if self.post else x
+
+
+def apply_blocks(blocks: Block, x: jax.Array, count: int, slots: Slots | None = None, **context: Any) -> jax.Array:
+    """All layers of a module whose parameters (and slots) are stacked in front; `context` as for `Block`."""
+    structure, layers = nnx.split(blocks)
+
+    def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
+        values, index, own = layer
+        return nnx.merge(structure, values)(x, index=index, slots=own, **context), None
+
+    return jax.lax.scan(body, x, (layers, jnp.arange(count), slots))[0]
 
 
 class Embedding(nnx.Module):
@@ -317,6 +342,10 @@ class Embedding(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array | None = None, dropout: Dropout | None = None
     ) -> jax.Array:
         """Int [B, T] -> [B, T, D], or this rank's positions of it. Arguments as for `Block`."""
+        return self.drop(self.rows(tokens, positions), dropout)
+
+    def rows(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """The same without dropout."""
         own = self.tensor.own_positions
         x = self.tensor.lookup(self.token[...], tokens, self.wire)
         if self.position is not None:
@@ -325,6 +354,10 @@ class Embedding(nnx.Module):
                 expected = f"expected at most {table.shape[0]} positions (model.max_position_embeddings)"
                 raise JzeroError(f"tokens: {expected}, found {length}; shorten the sequences")
             x = x + (own(table[:length]) if positions is None else table[own(positions, 1)])
+        return x
+
+    def drop(self, x: jax.Array, dropout: Dropout | None) -> jax.Array:
+        """Dropout of the embedding."""
         return drop_features(x, self.rate, dropout, Site.EMBEDDING, 0, self.tensor.first_position(x.shape[1]))
 
 

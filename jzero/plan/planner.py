@@ -15,7 +15,7 @@ from jzero.plan import targets
 from jzero.plan.advice import advise, advise_config
 from jzero.plan.compile import compile_step
 from jzero.plan.result import Report, make_report
-from jzero.train.config import Config, gpt_config
+from jzero.train.config import Config, model_config
 from jzero.train.config_check import validate
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def plan(config: Config, target: str, devices: int | None = None, hosts: int | N
         dtype="bf16" if sixteen_bits else "f32",
         flops=model_flops(config, program.model.abstract),
         tokens=m.global_batch_size * m.encoder_seq_length,
+        pipeline_idle=float(program.layout.pipeline.timetable(config.num_micro_batches).idle_share()),
         notes=notes,
     )
     return dataclasses.replace(found, advice=advise_config(found, config, program.model.abstract))
@@ -198,7 +199,7 @@ def _attention(config: Config, vocab_size: int | None) -> tuple[Config, list[str
     """The configuration that can be compiled here, and what that changes."""
     from jzero.models.attention import flash_attention_fits  # imports Flax, with the package around it
 
-    model, architecture = config.model, gpt_config(config, vocab_size)
+    model, architecture = config.model, model_config(config, vocab_size)
     fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, "gpu")
     auto = model.attention_implementation == "auto" and fits and not architecture.attention_dropout
     if not (auto or model.attention_implementation == "cudnn") or targets.cudnn_available():

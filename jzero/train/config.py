@@ -34,6 +34,7 @@ from jzero.train.nemo_keys import HINTS
 from jzero.train.options import reference
 
 if TYPE_CHECKING:
+    from jzero.models.bert import BertConfig
     from jzero.models.gpt import GPTConfig
 
 __all__ = [
@@ -47,8 +48,8 @@ __all__ = [
     "Sched",
     "Tokenizer",
     "Trainer",
-    "gpt_config",
     "load_config",
+    "model_config",
     "to_yaml",
 ]
 
@@ -211,7 +212,7 @@ def to_yaml(config: Config) -> str:
     return options_file.dump(config)
 
 
-def gpt_config(config: Config, vocab_size: int | None = None) -> "GPTConfig":
+def model_config(config: Config, vocab_size: int | None = None) -> "GPTConfig | BertConfig":
     """The architecture part of a run, as the model takes it.
 
     Args:
@@ -224,25 +225,29 @@ def gpt_config(config: Config, vocab_size: int | None = None) -> "GPTConfig":
             one another.
 
     Example:
-        >>> gpt_config(load_config(None), 257).vocab_size
+        >>> model_config(load_config(None), 257).vocab_size
         384
     """
-    from jzero.models.gpt import GPTConfig  # a configuration is read and checked without Flax
+    from jzero.models.bert import BertConfig  # a configuration is read and checked without Flax
+    from jzero.models.gpt import GPTConfig
 
+    kind = {"gpt": GPTConfig, "bert": BertConfig}[config.model.type]
     m = config.model
     tokens = m.vocab_size or vocab_size
     if tokens is None:
         raise JzeroError("model.vocab_size: expected a number of tokens where there is no tokenizer, found null")
     if vocab_size is not None and tokens < vocab_size:
         raise JzeroError(f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {tokens}; set null")
+    padded = config.padded_vocab_size(tokens)
     derived = {
-        "vocab_size": config.padded_vocab_size(tokens),
+        "vocab_size": padded,
+        "vocab_padding": padded - tokens,
         "max_position_embeddings": m.max_position_embeddings or m.encoder_seq_length,
         "param_dtype": config.param_dtype,
         "fp8": config.fp8_recipe,
     }
-    shared = {field.name for field in dataclasses.fields(GPTConfig)} - set(derived)
-    return GPTConfig(**derived, **{name: getattr(m, name) for name in shared})
+    shared = {field.name for field in dataclasses.fields(kind)} - set(derived)
+    return kind(**derived, **{name: getattr(m, name) for name in shared})
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jzero.errors import JzeroError
-from jzero.train.config import Config, gpt_config
+from jzero.train.config import Config, Model, model_config
 from jzero.train.schedule import schedule
 
 
@@ -126,7 +126,7 @@ def _model(config: Config) -> None:
             f"model.max_position_embeddings: {m.max_position_embeddings} is below model.encoder_seq_length "
             f"{m.encoder_seq_length}; raise it, or set null"
         )
-    architecture = gpt_config(config, None if m.vocab_size else 1)  # has its own rules, whatever the vocabulary
+    architecture = model_config(config, None if m.vocab_size else 1)  # has its own rules, whatever the vocabulary
     check_split(architecture, m.tensor_model_parallel_size)
 
 
@@ -189,7 +189,7 @@ def _blocks(config: Config) -> None:
     from jzero.fp8.blocks import BLOCK  # a configuration is read without JAX's numerics
 
     m = config.model
-    model, tensor = gpt_config(config, None if m.vocab_size else 1), m.tensor_model_parallel_size
+    model, tensor = model_config(config, None if m.vocab_size else 1), m.tensor_model_parallel_size
     heads = m.num_attention_heads + 2 * model.query_groups
     sizes = {
         "hidden_size": m.hidden_size,
@@ -239,8 +239,41 @@ def _data(config: Config) -> None:
             "set model.tokenizer.library=tokenizers"
         )
     prefixes = (data.data_prefix,) if isinstance(data.data_prefix, str) else data.data_prefix
-    if tokenizer.library != "bytes" and "stdlib" in prefixes:
+    words = config.model.type == "bert"
+    if "stdlib" in prefixes and (tokenizer.model == "stdlib") != words:
+        needed = "library tokenizers and model stdlib" if words else "library bytes"
         raise JzeroError(
-            f"model.data.data_prefix: stdlib holds byte tokens, found model.tokenizer.library {tokenizer.library}; "
-            "set it to bytes, or build your own data"
+            f"model.data.data_prefix: stdlib holds {'words' if words else 'byte tokens'} for model.type "
+            f"{config.model.type}, found model.tokenizer.library {tokenizer.library} and model {tokenizer.model}; set "
+            f"model.tokenizer to {needed}, or build your own data"
+        )
+    _kind(config)
+
+
+def _kind(config: Config) -> None:
+    """Keys of one kind of model, set for another."""
+    m, defaults = config.model, Model()
+    if m.type == "bert":
+        other: dict[str, tuple[str, ...]] = {"model": ("share_embeddings_and_output_weights",)}
+        other["model.data"] = ("shuffle_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    else:
+        other = {"model": ("num_tokentypes", "bert_binary_head")}
+        other["model.data"] = ("masked_lm_prob", "short_seq_prob", "whole_word_masking")
+        if m.tokenizer.model == "stdlib":
+            raise JzeroError("model.tokenizer.model: stdlib is a vocabulary for model.type bert, found gpt; set a path")
+    for section, found, default in (("model", m, defaults), ("model.data", m.data, defaults.data)):
+        for key in other[section]:
+            if getattr(found, key) != getattr(default, key):
+                raise JzeroError(
+                    f"{section}.{key}: {getattr(found, key)} has no meaning for model.type {m.type}; leave it out"
+                )
+    prompt = config.generate.prompt
+    if m.type == "bert" and config.generate.tokens and "[MASK]" not in prompt:
+        raise JzeroError(
+            f"generate.prompt: expected a text with [MASK] for model.type bert, found {prompt!r}; set "
+            "generate.tokens=0 for no sample"
+        )
+    if m.type == "bert" and m.bert_binary_head and m.num_tokentypes == 1:
+        raise JzeroError(
+            "model.num_tokentypes: expected 2 (sentence A and B) or 0 with model.bert_binary_head, found 1"
         )

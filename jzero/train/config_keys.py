@@ -1,6 +1,6 @@
 """Every key of a run but its sections' nesting: name, type, default, meaning and limits, each in one place.
 
-Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_gpt_config.yaml) where the thing exists
+Names and defaults are NeMo's (examples/nlp/language_modeling/conf/megatron_model_config.yaml) where the thing exists
 there. `jzero.train.config` puts the sections together and derives what follows from them; `jzero.train.config_check`
 holds the rules between keys.
 """
@@ -108,7 +108,11 @@ class Tokenizer:
     library: str = option(
         "bytes", "bytes: one token per UTF-8 byte; tokenizers: a Hugging Face file.", choices=("bytes", "tokenizers")
     )
-    model: str | None = option(None, "Path of tokenizer.json, for the library tokenizers.")
+    model: str | None = option(
+        None,
+        "Path of tokenizer.json, for the library tokenizers; stdlib is the WordPiece vocabulary of the built-in corpus "
+        "(model.type bert).",
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Data:
     data_prefix: str | tuple[str | float, ...] = option(
         "stdlib",
         "Indexed files without .bin/.idx: a path, a list of paths, or [weight, path, weight, path, ...]; "
-        "stdlib is the built-in corpus (the source text of Python's standard library, byte tokens).",
+        "stdlib is the built-in corpus (the source text of Python's standard library, as bytes; for bert as words).",
         check=_data_prefix,
     )
     data_impl: str = option("mmap", "Format: Megatron's memory-mapped .bin/.idx.", choices=("mmap",))
@@ -130,6 +134,9 @@ class Data:
     reset_position_ids: bool = option(False, "Count positions from 0 again after each end of document.")
     reset_attention_mask: bool = option(False, "Let no token attend across an end of document.")
     eod_mask_loss: bool = option(False, "No loss where the input is the end-of-document token.")
+    masked_lm_prob: float = option(0.15, "bert: share of the tokens to be predicted.", above=0, below=1)
+    short_seq_prob: float = option(0.1, "bert: share of the samples cut to a random length.", at_least=0, at_most=1)
+    whole_word_masking: bool = option(False, "bert: mask whole words.")
     cache_dir: str | None = option(None, "Folder for the built-in corpus; null is the user's cache folder.")
 
 
@@ -202,6 +209,11 @@ class Optim:
 class Model:
     """The transformer, its parallel layout and its batch."""
 
+    type: str = option(
+        "gpt",
+        "gpt predicts the next token; bert masked tokens, from both sides, and whether a sentence follows another.",
+        choices=("gpt", "bert"),
+    )
     micro_batch_size: int = option(4, "Sequences a device computes at once.", at_least=1)
     global_batch_size: int = option(8, "Sequences of one optimizer step, over all devices.", at_least=1)
     tensor_model_parallel_size: int = option(
@@ -237,15 +249,27 @@ class Model:
     attention_dropout: float = option(0.1, "Dropout of the attention weights.", at_least=0, below=1)
     normalization: str = option("layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"))
     layernorm_epsilon: float = option(1e-5, "Added to the variance in a norm.", above=0)
-    activation: str = option("gelu", "Feed-forward nonlinearity.", choices=("gelu", "swiglu"))
+    activation: str = option(
+        "gelu",
+        "Feed-forward nonlinearity; gelu is the tanh approximation, gelu_exact has the error function.",
+        choices=("gelu", "gelu_exact", "swiglu"),
+    )
     bias: bool = option(True, "Biases in the linear layers.")
-    transformer_block_type: str = option("pre_ln", "Norms come before attention and MLP.", choices=("pre_ln",))
+    transformer_block_type: str = option(
+        "pre_ln",
+        "Norms come before attention and MLP; post_ln: after their sums with the residual stream (bert alone).",
+        choices=("pre_ln", "post_ln"),
+    )
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope")
     )
     rotary_base: float = option(10_000.0, "Base of the rotary wavelengths.", above=1)
     rotary_percentage: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     share_embeddings_and_output_weights: bool = option(True, "Use the token embedding as the output layer too.")
+    num_tokentypes: int = option(2, "bert: kinds of segments that have an embedding; 0: none.", at_least=0)
+    bert_binary_head: bool = option(
+        True, "bert: a pooler and a head that tells whether sentence B follows A; false: samples are no pairs."
+    )
     make_vocab_size_divisible_by: int = option(
         128, "The vocabulary is padded to a multiple of this, and of tensor_model_parallel_size.", at_least=1
     )
@@ -289,6 +313,11 @@ class Model:
     )
     fp8_power_of_two_scales: bool = option(False, "delayed, current: scales are powers of two.")
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
+    restore_from_path: str | None = option(
+        None,
+        "Weights to start from, where the run has no checkpoint of its own: a folder of Hugging Face's (config.json "
+        "and safetensors), or the folder of another run.",
+    )
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
@@ -298,7 +327,7 @@ class Model:
 class Generate:
     """The text sample at the end of training."""
 
-    prompt: str = option("def ", "Text to continue.")
-    tokens: int = option(200, "Tokens to add.", at_least=0)
+    prompt: str = option("def ", "Text to continue; bert: with [MASK] for what is to be filled in.")
+    tokens: int = option(200, "Tokens to add; 0: no sample.", at_least=0)
     temperature: float = option(0.8, "Below 1 prefers likely tokens more; 0 always takes the likeliest.", at_least=0)
     top_k: int = option(50, "Draw from this many likeliest tokens; 0 draws from all.", at_least=0)

@@ -7,7 +7,6 @@ padding, which a causal model does not look at, and a full window drops its firs
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,11 @@ def check_options(**options: float) -> None:
 def generate_from_run(
     run: Path, prompt: str, *, checkpoint: str = "best", note: Any = print, **options: Any
 ) -> Iterator[str]:
-    """Text from a checkpoint of a run folder, on one device of this machine, in pieces as it is made.
+    """Text from a model that is there already, on one device of this machine, in pieces as it is made.
 
     Args:
-        run: the run folder.
-        prompt: text to continue.
+        run: the run folder, or whatever else `open_model` takes.
+        prompt: text to continue; for a BERT, to be filled in where it says [MASK].
         checkpoint: "best" (lowest validation loss; the last if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read.
         **options: tokens, temperature, top_k, seed of `generate`.
@@ -112,27 +111,19 @@ def generate_from_run(
     Raises:
         JzeroError: there is no such run, or no such checkpoint that can be read.
     """
-    from jzero.data.loader import config_tokenizer
-    from jzero.train.checkpoint import load_part
-    from jzero.train.config import load_config
-    from jzero.train.devices import build_mesh
+    from jzero.train.fill import fill
     from jzero.train.memory import memory_errors
-    from jzero.train.step import build_program
+    from jzero.train.weights import open_model
 
     check_options(**options)
-    run = Path(os.path.expanduser(run))
-    if not (run / "config.yaml").is_file():
-        raise JzeroError(f"{run}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run")
-    config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), lambda line: None)
-    tokenizer = config_tokenizer(config)
-    program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-    with memory_errors(config):
-        fields = {"params": program.abstract.params, "fp8": program.abstract.fp8}
-        wanted = {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
-        found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
+    model = open_model(run, checkpoint=checkpoint, note=note)
+    with memory_errors(model.config):
+        if model.config.model.type == "bert":
+            yield fill(model.program, model.params, model.tokenizer, prompt, model.fp8)
+            return
         yield prompt
-        drawn = stream(program, found["params"], tokenizer, prompt, **options, fp8=found["fp8"])
-        yield from text_of(drawn, tokenizer)
+        drawn = stream(model.program, model.params, model.tokenizer, prompt, **options, fp8=model.fp8)
+        yield from text_of(drawn, model.tokenizer)
 
 
 def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
@@ -150,22 +141,6 @@ def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]
         yield ready[shown:]
         shown = max(shown, len(ready))
     yield tokenizer.decode(drawn)[shown:]
-
-
-_ONE_DEVICE = (
-    "trainer.devices=1",
-    "trainer.num_nodes=1",
-    "model.tensor_model_parallel_size=1",
-    "model.sequence_parallel=false",
-    "model.pipeline_model_parallel_size=1",
-    "model.virtual_pipeline_model_parallel_size=null",
-    "model.replica_parallel_size=1",
-    "model.micro_batch_size=1",
-    "model.global_batch_size=1",
-    "model.attention_implementation=auto",  # cuDNN's, if the run asked for it, may not be here
-    "model.optim.policy=replicated",
-    "model.optim.overlap_param_sync=false",
-)
 
 
 def _window(tokenizer: Tokenizer, prompt: str, size: int) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero.fp8 import Slots
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
-from jzero.models.gpt import Functions
+from jzero.models.functions import Functions
 from jzero.optim import ZeroTransformation, collectives, distributed_fused_adam
 from jzero.optim.partition import Plan, make_plan
 from jzero.parallel.pipeline import Pipeline, make_pipeline
@@ -106,11 +106,13 @@ class Layout:
 
     def store(self, params: Any) -> Any:
         """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
+        return self.shards(params) if self.sharded else self._each(lambda x, leaf: x.reshape(leaf.shape), params)
+
+    def shards(self, params: Any) -> Any:
+        """Whole parameters (as for `store`) as shards, whatever the policy."""
 
         def one(x: Array, leaf: Any) -> Array:
             x = x.reshape(leaf.shape)
-            if not self.sharded:
-                return x
             if leaf.split is None:  # a small leaf, whole on every rank for a moment
                 cut = lambda x: collectives.take(x, leaf)
                 return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)

@@ -28,9 +28,10 @@ from jzero.errors import JzeroError
 from jzero.train.config import Config, to_yaml
 from jzero.train.devices import as_process_0, build_mesh, together
 from jzero.train.files import RunFolder, disk_errors, write_atomic
+from jzero.train.fill import fill
 from jzero.train.generate import generate
 from jzero.train.memory import memory_errors
-from jzero.train.metrics import Metrics
+from jzero.train.metrics import Metrics, means
 from jzero.train.progress import Reporter
 from jzero.train.record import Record
 from jzero.train.signals import StopSignals
@@ -44,6 +45,7 @@ from jzero.train.start import (
     what_changed,
 )
 from jzero.train.step import build_program
+from jzero.train.weights import initial_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +168,10 @@ class Run:
         if not restored:
             if (self.folder.path / "metrics.jsonl").exists():
                 self.report.note(f"no checkpoint in {self.folder.path}: starting again from step 0")
-            return self.program.init(), 0
+            if self.config.model.restore_from_path is None:
+                return self.program.init(), 0
+            vocab_size = self.config.model.vocab_size or self.tokenizer.vocab_size
+            return self.program.start(initial_values(self.config, self.program, vocab_size, self.report.note)), 0
         state, record = restored
         for line in what_changed(record, self.config):
             self.report.note(line)
@@ -252,15 +257,15 @@ class Run:
                     return
         finally:
             data.close()
-        total, count = (sum(map(float, values)) for values in zip(*sums, strict=True))
-        self.val_loss, self.val_step = total / max(count, 1.0), self.step
-        record = {"step": self.step, "val_loss": self.val_loss}
+        self.val_step, measured = self.step, means(sums)
+        self.val_loss = measured["val_loss"]
+        record = {"step": self.step, **measured}
         self._record(record)
         self.report.evaluation(record)
         self._check_finite(record)
 
-    def _evaluate(self, batch: dict[str, Any]) -> tuple[Any, Any]:
-        return self.program.evaluate(self.state.params, self.program.place(batch), self.state.fp8)
+    def _evaluate(self, batch: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        return self.program.measure(self.state.params, self.program.place(batch), self.state.fp8)
 
     def _check_finite(self, record: Record) -> None:
         """Ends the run, or warns once, where a number says that the parameters are spoiled from here on.
@@ -318,6 +323,10 @@ class Run:
         options = self.config.generate
         if not options.tokens:
             return None
+        if self.config.model.type == "bert":
+            text = fill(self.program, self.state.params, self.tokenizer, options.prompt)
+            self.report.note(f"\n{options.prompt}\n{text}\n")
+            return text
         text = generate(
             self.program,
             self.state.params,
@@ -343,7 +352,7 @@ class Run:
         use = ""
         if self.checkpoints and self.checkpoints.steps:
             prompt = shlex.quote(self.config.generate.prompt)
-            use = f"; more text: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
+            use = f"; more: jzero generate {shlex.quote(str(self.folder.path))} --prompt {prompt}"
         self.report.note(f"finished after step {self.step}{measured}{use}")
 
     def _abandon(self) -> None:

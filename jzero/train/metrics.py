@@ -1,9 +1,9 @@
 """What a run measured: `metrics.jsonl`, one JSON object per line, and the same numbers for TensorBoard.
 
 A line is `{"step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"}` after a step and `{"step", "val_loss"}`
-after an evaluation. Every line is handed to the system as it is written, so a killed process loses at most the line it
-was writing. When a run continues from a checkpoint, the lines after the checkpoint's step are cut: each step stands
-there once.
+after an evaluation, with whatever else the kind of model measures ("val_lm_accuracy"). Every line is handed to the
+system as it is written, so a killed process loses at most the line it was writing. When a run continues from a
+checkpoint, the lines after the checkpoint's step are cut: each step stands there once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from jzero.train.files import write_atomic
 
 Record = dict[str, Any]
+
+
+def means(sums: Sequence[dict[str, tuple[Any, Any]]]) -> Record:
+    """What an evaluation says, from what each of its batches gave: "val_loss" first.
+
+    Args:
+        sums: per batch and name of a mean, its sum and number of terms, as `jzero.train.step.Program.measure` gives it.
+
+    Returns:
+        The means, their names with "val_" in front. "val_loss" is the sum of all that end in "loss".
+
+    Example:
+        >>> means([{"lm_loss": (6.0, 2), "nsp_loss": (1.0, 2)}, {"lm_loss": (3.0, 1), "nsp_loss": (0.0, 0)}])
+        {'val_loss': 3.5, 'val_lm_loss': 3.0, 'val_nsp_loss': 0.5}
+    """
+    found = {}
+    for name in sums[0]:
+        total, count = (sum(float(batch[name][i]) for batch in sums) for i in range(2))
+        found[f"val_{name}"] = total / max(count, 1.0)
+    return {"val_loss": sum(value for name, value in found.items() if name.endswith("loss")), **found}
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jzero.fp8 import Slots
-from jzero.models.gpt import Functions
+from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
 from jzero.parallel.stack import Layers
@@ -42,7 +42,8 @@ def accumulate_gradients(
         model: the model's functions.
         layout: the policy and the plan.
         params: this rank's parameters as the policy stores them.
-        batch: arrays [M * B, T], or [M * B]; with "weight" [M * B, T], what each token's loss counts in the sum.
+        batch: arrays [M * B, T], or [M * B]; with "weight" [M * B, T], what each token's loss counts in the sum, and
+            "sample_weight" [M * B] for a loss that has terms per sample.
         count: M.
         slots: of this rank's FP8 products (`Scaling.slots`).
 
@@ -100,10 +101,7 @@ def _micro_batch(
     x = layout.in_order(weights.outer, x)
     x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
 
-    def weighted_loss(outer: Any, x: Array) -> Array:
-        return jnp.sum(model.losses(outer, x, batch) * batch["weight"])
-
-    loss, head_vjp = jax.vjp(weighted_loss, weights.outer, x)
+    loss, head_vjp = jax.vjp(lambda outer, x: model.loss(outer, x, batch), weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))
     local = finish.local or (None, None)
     dx, blocks, pending, seen = stack.backward(

@@ -23,7 +23,7 @@ _PARALLEL = "this kind of parallelism is not available in this version; remove t
 
 HINTS = {
     "name": "use exp_manager.name",
-    "restore_from_path": "a run continues from its own folder: set exp_manager.exp_dir and exp_manager.name",
+    "restore_from_path": "use model.restore_from_path",
     **dict.fromkeys(
         (
             "trainer.accelerator",
@@ -123,5 +123,8 @@ HINTS = {
     "model.tokenizer.library=megatron": _TOKENIZER,
     "model.tokenizer.library=huggingface": _TOKENIZER,
     "model.tokenizer.library=sentencepiece": _TOKENIZER,
+    "model.add_pooler": "a BERT has a pooler where it has model.bert_binary_head; remove the line",
+    "model.add_lm_head": "a BERT always has one; remove the line",
+    "model.data.masking_do_full_word": "use model.data.whole_word_masking",
     "model.data.index_mapping_dir": "no such files: the order of samples is computed; remove the line",
 }

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jzero.fp8 import Slots
-from jzero.models.gpt import Functions
+from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import pipeline, stack
 from jzero.parallel.stack import Layers
@@ -35,7 +35,8 @@ def accumulate_gradients(
         model: the model's functions.
         layout: the policy and the plan.
         weights: what `layout.start` gives.
-        batches: arrays [M, B, T], or [M, B]; with "weight", what each token's loss counts in the sum.
+        batches: arrays [M, B, T], or [M, B]; with "weight", what each token's loss counts in the sum, and
+            "sample_weight" for a loss that has terms per sample.
         count: M.
 
     Returns:
@@ -58,7 +59,7 @@ def accumulate_gradients(
     def add_layer(total: Any, n: Array, grads: Any) -> Any:
         return stack.add(total, n, grads if local else per_layer.scatter(grads))
 
-    stage = make_stage(model, layout, weights, lambda outer, x, batch: _loss(model, outer, x, batch))
+    stage = make_stage(model, layout, weights, model.loss)
     sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
     outer, layers, seen = sums.outer, sums.layers, sums.seen
     if local:
@@ -67,10 +68,6 @@ def accumulate_gradients(
     outer, layers = layout.complete((outer, layers))
     loss, outer = layout.pipeline.sum(layout.in_order(layers, (sums.loss, outer)))
     return loss, (outer, layout.as_stored(layers)), seen
-
-
-def _loss(model: Functions, outer: Any, x: Array, batch: Any) -> Array:
-    return jnp.sum(model.losses(outer, x, batch) * batch["weight"])
 
 
 def gathered(layout: Layout, weights: Weights) -> Layers:
@@ -111,20 +108,19 @@ def make_stage(
     return pipeline.Stage(layout.pipeline, parts, outer, layer, weights.blocks.count, layout.in_order, weights.slots)
 
 
-def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> Array:
-    """Sum of the losses of this rank's tokens that count, float32 [], the same on every stage.
+def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:
+    """The sums of `model.measures` over this rank's samples, float32 [] each, the same on every stage.
 
     The batch goes through the stages in micro-batches of `size` samples where it divides, else in one piece.
     """
     rows = batch["tokens"].shape[0]
     size = rows if rows % size else size
-    finish = lambda outer, x, batch: jnp.sum(model.losses(outer, x, batch) * batch["loss_mask"])
-    stage = make_stage(model, layout, weights, finish, train=False)
+    stage = make_stage(model, layout, weights, model.measures, train=False)
     return pipeline.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
 
 
-def logits(model: Functions, layout: Layout, weights: Weights, tokens: Array) -> Array:
-    """Logits of all tokens, float32 [B, T, V], the same on every rank."""
+def logits(model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array]) -> Array:
+    """Logits of all tokens of a batch, float32 [B, T, V], the same on every rank."""
     finish = lambda outer, x, batch: model.logits(outer, x)
     stage = make_stage(model, layout, weights, finish, train=False, to="invarying")
-    return pipeline.apply(stage, {"tokens": tokens[None]})
+    return pipeline.apply(stage, jax.tree.map(lambda x: x[None], batch))

@@ -95,4 +95,5 @@ class Reporter:
         """Shows the record of an evaluation."""
         self._val = [f"val {record['val_loss']:.4f}"]
         if not self._bar:
-            self.note(f"{self._place(record)} · val_loss {record['val_loss']:.4f}")
+            others = [f"{name} {record[name]:.4f}" for name in record if name not in ("step", "val_loss")]
+            self.note(" · ".join([self._place(record), f"val_loss {record['val_loss']:.4f}", *others]))

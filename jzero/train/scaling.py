@@ -78,7 +78,7 @@ class Scaling:
         """The state before the first step: scales of weights from their values, of gradients a safe guess, of inputs 1.
 
         Args:
-            blocks: the whole weights of all layers, each [L, ...].
+            blocks: the whole weights of all layers, each [L, ...], or [V, L / V, ...] for V chunks per stage.
         """
         if self.delayed is None:
             return ()
@@ -86,8 +86,9 @@ class Scaling:
         for i, path in enumerate(self.products):
             weight = functools.reduce(lambda tree, key: tree[key], (*path, "weight"), blocks)
             if not isinstance(weight, Quantised):
-                each = jnp.max(jnp.abs(weight).astype(jnp.float32), axis=range(1, weight.ndim))
-                amax = amax.at[:, i, 1].set(each)
+                stacked = 1 if self.pipeline.chunks == 1 else 2
+                each = jnp.max(jnp.abs(weight).astype(jnp.float32), axis=range(stacked, weight.ndim))
+                amax = amax.at[:, i, 1].set(each.reshape(-1))
         return recipes.init(self.delayed, self.shape, amax)
 
     def abstract(self) -> DelayedState | tuple[()]:

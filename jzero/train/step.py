@@ -27,12 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.errors import JzeroError
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
-from jzero.models.gpt import Functions, functions
+from jzero.models.functions import Functions, functions
 from jzero.optim import collectives
+from jzero.optim.convert import from_shards
 from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
-from jzero.train.config import Config, gpt_config
+from jzero.train.config import Config, model_config
 from jzero.train.layout import BLOCKS, Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
 from jzero.train.schedule import schedule
@@ -84,15 +85,29 @@ class Program:
 
     def init(self) -> TrainState:
         """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
-        key = threefry_key(self.config.model.seed)
+        return self.create(threefry_key(self.config.model.seed))
+
+    @functools.cached_property
+    def create(self) -> Callable[[Array], TrainState]:
+        """`key -> state`, jitted: what `init` does, of any key."""
 
         def build(key: Array) -> TrainState:
-            whole = self.model.init(key)
+            whole = self.model.init(key, self.layout.pipeline.chunks)
             params, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
             return TrainState(jnp.int32(0), self.layout.tx.init(params), params, fp8)
 
+        return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
+
+    def start(self, values: Any) -> TrainState:
+        """A new state from float32 shards of the parameters (`Layout.shards`), to which masters keep every bit."""
+        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(build, out_shardings=shardings)(key)
+        return jax.device_put(TrainState(jnp.int32(0), opt, params, self.first_scales(values)), shardings)
+
+    def first_scales(self, values: Any) -> Any:
+        """`TrainState.fp8` before the first step, from float32 shards of the parameters."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.fp8)
+        return jax.jit(self.layout.scaling.init, out_shardings=shardings)(values[BLOCKS])
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -106,20 +121,20 @@ class Program:
         """This process's rows of a batch -> global arrays, split over replica and data.
 
         Args:
-            batch: arrays [rows of this process, T].
+            batch: arrays [rows of this process, T], or [rows of this process].
         """
         sharding = NamedSharding(self.mesh, batch_spec())
         return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
     def abstract_batch(self) -> dict[str, Any]:
-        """A training batch as `jax.ShapeDtypeStruct`s [global_batch_size, encoder_seq_length]."""
+        """A training batch as `jax.ShapeDtypeStruct`s: [global_batch_size, encoder_seq_length], or without the last."""
         data = self.config.model.data
         optional = {"positions": data.reset_position_ids, "segments": data.reset_attention_mask}
-        names = ["tokens", "labels", "loss_mask", *(name for name, there in optional.items() if there)]
+        inputs = {**self.model.inputs, **{name: 2 for name, there in optional.items() if there}}
         shape = (self.config.model.global_batch_size, self.config.model.encoder_seq_length)
         sharding = NamedSharding(self.mesh, batch_spec())
         dtype = lambda name: jnp.float32 if name == "loss_mask" else jnp.int32
-        return {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=sharding) for name in names}
+        return {name: jax.ShapeDtypeStruct(shape[:n], dtype(name), sharding=sharding) for name, n in inputs.items()}
 
     # --- the compiled functions --------------------------------------------------------------------------------------
 
@@ -135,28 +150,35 @@ class Program:
         return jax.jit(mapped, donate_argnums=0, compiler_options=self.layout.compiler_options or None)
 
     @functools.cached_property
-    def evaluate(self) -> Callable[..., tuple[Array, Array]]:
-        """`(params, batch, fp8=()) -> (sum of the tokens' losses, number of tokens)`, float32, over the whole batch.
+    def measure(self) -> Callable[..., dict[str, tuple[Array, Array]]]:
+        """`(params, batch, fp8=()) -> {name of a mean: (sum, number of terms)}`, float32 [], over the whole batch.
 
+        The loss is the sum of all means whose names end in "loss"; that of the tokens is the first of them.
         `fp8` is that of the state: delayed scales, which stay as they are.
         """
         mapped = jax.shard_map(
-            self._evaluate,
+            self._measure,
             mesh=self.mesh,
             in_specs=(self.specs.params, batch_spec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
 
-        def evaluate(params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
+        def measure(params: Any, batch: Batch, fp8: Any = ()) -> dict[str, tuple[Array, Array]]:
             return mapped(params, batch, self._known(fp8))
 
-        return jax.jit(evaluate)
+        return jax.jit(measure)
+
+    def evaluate(self, params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
+        """Sum of the tokens' losses and number of tokens that count, float32 scalars over the whole batch."""
+        found = self.measure(params, batch, fp8)
+        return found[next(name for name in found if name.endswith("loss"))]
 
     @functools.cached_property
     def logits(self) -> Callable[..., Array]:
         """`(params, tokens [B, T], fp8=()) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
 
-        With sequence parallelism T is a multiple of the tensor axis. `fp8` as for `evaluate`.
+        In the place of the tokens there may be a batch with what else the model reads. With sequence parallelism T is a
+        multiple of the tensor axis. `fp8` as for `measure`.
         """
         mapped = jax.shard_map(
             self._logits,
@@ -165,7 +187,7 @@ class Program:
             out_specs=PartitionSpec(),
         )
 
-        def logits(params: Any, tokens: Array, fp8: Any = ()) -> Array:
+        def logits(params: Any, tokens: Array | Batch, fp8: Any = ()) -> Array:
             return mapped(params, tokens, self._known(fp8))
 
         return jax.jit(logits)
@@ -187,25 +209,33 @@ class Program:
         return jax.jit(mapped, compiler_options=self.layout.compiler_options or None)
 
     def _complete(self, batch: Batch, step: Array) -> Batch:
-        """This rank's part of a batch, with what is derived from it and the number of the step."""
-        rows = batch["tokens"].shape[0]
-        first = step * (rows * data_ranks(self.mesh)) + _batch_rank(self.mesh) * rows
+        """This rank's part of a batch, with the numbers of its samples and what each term counts in the loss."""
+        rows, ranks, mask = batch["tokens"].shape[0], data_ranks(self.mesh), batch["loss_mask"]
+        first = step * (rows * ranks) + _batch_rank(self.mesh) * rows
+        batch = {**batch, "sample": first + jnp.arange(rows, dtype=jnp.int32)}
+        if self.model.has_sample_loss:
+            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
+            tokens = collectives.total(jnp.sum(mask), BATCH_AXES)
+            every = jnp.full((rows,), 1 / rows, jnp.float32)
+            return {**batch, "weight": mask * (ranks / jnp.maximum(tokens, 1.0)), "sample_weight": every}
         # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
         # then sums all three scalars, and no collective runs beside the loop over the layers.
-        weight = batch["loss_mask"] / batch["loss_mask"].size
-        return {**batch, "sample": first + jnp.arange(rows, dtype=jnp.int32), "weight": weight}
+        return {**batch, "weight": mask / mask.size}
+
+    def _gradients(self, state: TrainState, batch: Batch, slots: Any) -> tuple[Array, Any, Any]:
+        """Loss, gradients and what FP8 products found; as `accumulate_gradients` gives them."""
+        batch, params = self._complete(batch, state.step), state.params
+        if self.model.has_sample_loss:
+            params = self.layout.in_order(batch["weight"], params)
+        return accumulate_gradients(self.model, self.layout, params, batch, self.config.num_micro_batches, slots)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """This rank's part of a step."""
-        batch = self._complete(batch, state.step)
-        positions, ranks = batch["loss_mask"].size, data_ranks(self.mesh)
-        slots, count = self.layout.scaling.slots(state.fp8), self.config.num_micro_batches
-        loss, grads, seen = accumulate_gradients(self.model, self.layout, state.params, batch, count, slots)
+        count, positions, ranks = jnp.sum(batch["loss_mask"]), batch["loss_mask"].size, data_ranks(self.mesh)
+        loss, grads, seen = self._gradients(state, batch, self.layout.scaling.slots(state.fp8))
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
-        norm, (loss, tokens) = collectives.norm_and_totals(
-            shards, self.layout.plan.leaves, [loss, jnp.sum(batch["loss_mask"])], BATCH_AXES
-        )
-        per_token = positions * ranks / jnp.maximum(tokens, 1.0)
+        norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
+        per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
         new, opt, norm = self.layout.tx.update_shards(
             [g * per_token for g in shards], state.opt, own, norm=norm * per_token
         )
@@ -219,27 +249,29 @@ class Program:
 
     def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
         scaling, count = self.layout.scaling, self.config.num_micro_batches
-        slots, batch = scaling.slots(state.fp8, observe=True), self._complete(batch, state.step)
-        seen = accumulate_gradients(self.model, self.layout, state.params, batch, count, slots)[2]
+        seen = self._gradients(state, batch, scaling.slots(state.fp8, observe=True))[2]
         return scaling.observed(state.fp8, seen, count)
 
-    def _evaluate(self, params: Any, batch: Batch, fp8: Any) -> tuple[Array, Array]:
+    def _measure(self, params: Any, batch: Batch, fp8: Any) -> dict[str, tuple[Array, Array]]:
         weights = self.layout.start(params, self.layout.scaling.slots(fp8))
         if self.layout.pipeline.size > 1:
-            losses = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
-            return collectives.total((losses, jnp.sum(batch["loss_mask"])), BATCH_AXES)
-        x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
-        x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
-        losses = self.model.losses(weights.outer, x, batch) * batch["loss_mask"]
-        return collectives.total((jnp.sum(losses), jnp.sum(batch["loss_mask"])), BATCH_AXES)
+            sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
+        else:
+            x = self.model.embed(weights.outer, batch, None)
+            block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
+            x = self.layout.in_order(weights.outer, x)
+            x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
+            sums = self.model.measures(weights.outer, x, batch)
+        counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
+        sums, counts = collectives.total((sums, counts), BATCH_AXES)
+        return {name: (sums[name], counts[name]) for name in sums}
 
-    def _logits(self, params: Any, tokens: Array, fp8: Any) -> Array:
-        slots, batch = self.layout.scaling.slots(fp8, everywhere=True), {"tokens": tokens}
+    def _logits(self, params: Any, tokens: Array | Batch, fp8: Any) -> Array:
+        slots = self.layout.scaling.slots(fp8, everywhere=True)
         weights = self.layout.start_everywhere(params, slots)
+        batch = tokens if isinstance(tokens, dict) else {"tokens": tokens}
         if self.layout.pipeline.size > 1:
-            return pipelined.logits(self.model, self.layout, weights, tokens)
+            return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
         block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
         x = self.layout.in_order(weights.outer, x)
@@ -272,7 +304,7 @@ def build_program(config: Config, mesh: Mesh, vocab_size: int | None = None) -> 
         >>> program.abstract.params["embedding"]["token"].shape
         (384, 768)
     """
-    architecture = gpt_config(config, vocab_size)
+    architecture = model_config(config, vocab_size)
     # The mesh may be described, so its platform need not be this process's. cuDNN's attention has no dropout.
     platform, dropout = mesh.devices.flat[0].platform, architecture.attention_dropout
     fits = flash_attention_fits(architecture.param_dtype, architecture.head_width, platform) and not dropout

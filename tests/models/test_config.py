@@ -28,7 +28,7 @@ def test_set_sizes_win():
         ({"num_attention_heads": 7}, "model.num_attention_heads: expected a divisor of hidden_size 768 .*, found 7"),
         ({"num_query_groups": 5}, "model.num_query_groups: expected a divisor of num_attention_heads 12, found 5"),
         ({"normalization": "batchnorm"}, "model.normalization: expected layernorm or rmsnorm, found batchnorm"),
-        ({"activation": "relu"}, "model.activation: expected gelu or swiglu, found relu"),
+        ({"activation": "relu"}, "model.activation: expected gelu or gelu_exact or swiglu, found relu"),
         ({"attention_implementation": "flash"}, "model.attention_implementation: expected auto or xla or cudnn, found"),
         ({"hidden_dropout": 1.0}, "model.hidden_dropout: expected a rate of at least 0 and below 1, found 1.0"),
         ({"init_method_std": 0.0}, "model.init_method_std: expected a number above 0, found 0.0"),

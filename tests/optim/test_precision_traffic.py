@@ -16,11 +16,10 @@ from oracles import traffic
 import jzero
 from jzero.models.gpt import functions
 from jzero.plan import hlo, targets
-from jzero.train.config import gpt_config, load_config
+from jzero.train.config import load_config, model_config
 
 pytestmark = [
     pytest.mark.gpu_compiler,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
 
@@ -36,7 +35,7 @@ CASES = {  # options, and the least bytes per parameter: of a first pass for the
 
 @functools.cache
 def gpt2():
-    model = functions(gpt_config(load_config(None), 50257))
+    model = functions(model_config(load_config(None), 50257))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), model.abstract), model.decay
 
 

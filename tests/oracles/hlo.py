@@ -1,4 +1,8 @@
-"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it."""
+"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it.
+
+A loop whose condition compares nothing is one that a flag lets run once or never (`jzero.parallel.pipeline.when`): it
+counts as once.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,12 @@ def _runs(text: str) -> Iterator[tuple[str, int]]:
     """Every instruction that is no call, and how often it runs."""
     bodies, entry = _computations(text)
 
+    def by_flag(loop: str) -> bool:
+        condition = re.search(r"condition=%?([\w.\-]+)", loop)
+        return condition is not None and not any(
+            " compare(" in line or "fusion(" in line for line in bodies[condition[1]]
+        )
+
     def visit(name: str, times: int) -> Iterator[tuple[str, int]]:
         for line in bodies[name]:
             if _COLLECTIVE.search(line):
@@ -63,7 +73,7 @@ def _runs(text: str) -> Iterator[tuple[str, int]]:
             callees = {callee for callee in _CALLS.findall(line) if callee in bodies}
             for callee in callees:
                 if " while(" in line:
-                    assert trips, f"a loop without a known trip count: {line[:200]}"
+                    assert trips or by_flag(line), f"a loop without a known trip count: {line[:200]}"
                 yield from visit(callee, times * (int(trips[1]) if trips and " while(" in line else 1))
             if not callees:
                 yield line, times
@@ -72,7 +82,7 @@ def _runs(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _groups(line: str) -> Groups:
-    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
     if listed:
         return frozenset(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)

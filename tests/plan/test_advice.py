@@ -11,7 +11,7 @@ from jzero.plan.hlo import Array
 from jzero.plan.memory import Temporary
 from jzero.plan.result import CollectiveUse, Memory, Report
 from jzero.plan.timeline import Timeline
-from jzero.train.config import Config, Model, Optim, Trainer, gpt_config
+from jzero.train.config import Config, Model, Optim, Trainer, model_config
 
 GIB = 2**30
 
@@ -29,6 +29,7 @@ def a_report(uses=(), peak=50, limit=70, outputs=0, largest=()) -> Report:
         "compute_ms": 100.0,
         "copies_ms": 0.0,
         "exposed_ms": exposed,
+        "pipeline_idle": 0.0,
         "model_flops": 0.0,
     }
     return Report(
@@ -46,12 +47,12 @@ def configuration(devices=8, nodes=1, **changes) -> Config:
 
 
 def given(report, config):
-    abstract = functions(gpt_config(config)).abstract
+    abstract = functions(model_config(config)).abstract
     return {key: a for a in advise_config(report, config, abstract) for key in a.overrides[:1] or [a.text]}
 
 
 def size(config) -> int:
-    return sum(x.size for x in jax.tree.leaves(functions(gpt_config(config)).abstract))
+    return sum(x.size for x in jax.tree.leaves(functions(model_config(config)).abstract))
 
 
 def test_a_step_that_fits_and_hides_gets_none():

@@ -36,7 +36,7 @@ class SmallProgram:
         self.abstract = jax.tree.map(self._split, jax.eval_shape(self._new))
         self.layout = SimpleNamespace(plan=make_plan(jax.eval_shape(self._new).params, mesh, axis="data"))
         self.step = jax.jit(self._step, donate_argnums=0)
-        self.evaluate = jax.jit(self._evaluate)
+        self.measure = jax.jit(self._measure)
         self.logits = jax.jit(self._logits)
 
     def init(self) -> State:
@@ -84,8 +84,10 @@ class SmallProgram:
         new = jax.lax.with_sharding_constraint(new, jax.tree.map(lambda x: x.sharding, self.abstract))
         return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": jnp.float32(1e-2)}
 
-    def _evaluate(self, params: Any, batch: dict[str, jax.Array], fp8: Any = ()) -> tuple[jax.Array, jax.Array]:
-        return self._losses(params, batch).sum(), batch["loss_mask"].sum()
+    def _measure(
+        self, params: Any, batch: dict[str, jax.Array], fp8: Any = ()
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        return {"loss": (self._losses(params, batch).sum(), batch["loss_mask"].sum())}
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ def test_interpolations_are_saved_resolved():
         ("exp_manager.name=a\\b", r"exp_manager.name: expected some text without \, found a\b"),
         ("model.check_for_nan_in_grad=true", "use trainer.terminate_on_nan"),
         ("trainer.devices=-2", "trainer.devices: expected 1 to 1024, or -1 for all there are, found -2"),
-        ("model.activation=relu", "model.activation: expected one of gelu, swiglu, found relu"),
+        ("model.activation=relu", "model.activation: expected one of gelu, gelu_exact, swiglu, found relu"),
         ("model.optim.policy=zero3", "expected one of replicated, gather_on_forward, gather_twice, null, found zero3"),
         ("model.data.data_impl=lazy", "model.data.data_impl: expected mmap, found lazy"),
         ("trainer.precision=16", "expected one of bf16, 32, found 16 (fp16 with loss scaling is not available"),

@@ -10,7 +10,7 @@ import pytest
 
 from jzero.errors import JzeroError
 from jzero.models.gpt import GPTConfig
-from jzero.train.config import Config, Model, Trainer, gpt_config, load_config
+from jzero.train.config import Config, Model, Trainer, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.options import keys
 
@@ -78,7 +78,7 @@ def test_sync_dtypes():
 # The model's own configuration
 
 
-def test_gpt_config_takes_every_key_of_the_model():
+def test_model_config_takes_every_key_of_the_model():
     overrides = [
         "trainer.precision=32",
         "model={encoder_seq_length: 64, num_layers: 3, hidden_size: 48, num_attention_heads: 4, num_query_groups: 2}",
@@ -89,7 +89,7 @@ def test_gpt_config_takes_every_key_of_the_model():
         "model.do_layer_norm_weight_decay=true",
         "model.make_vocab_size_divisible_by=100",
     ]
-    found = gpt_config(load_config(None, overrides), 257)
+    found = model_config(load_config(None, overrides), 257)
     assert found == GPTConfig(
         vocab_size=300,
         num_layers=3,
@@ -115,24 +115,24 @@ def test_gpt_config_takes_every_key_of_the_model():
         param_dtype=jnp.dtype("float32"),
         share_embeddings_and_output_weights=False,
     )
-    defaults = gpt_config(Config(), 257)
+    defaults = model_config(Config(), 257)
     kept = {f.name for f in dataclasses.fields(GPTConfig) if getattr(found, f.name) == getattr(defaults, f.name)}
     assert not kept, "every field must be seen to change"
 
 
 def test_defaults_of_the_model_are_those_of_the_file():
-    assert gpt_config(load_config(None, ["trainer.precision=32"]), 384) == GPTConfig(vocab_size=384)
-    assert gpt_config(Config(), 1).param_dtype == jnp.bfloat16
+    assert model_config(load_config(None, ["trainer.precision=32"]), 384) == GPTConfig(vocab_size=384)
+    assert model_config(Config(), 1).param_dtype == jnp.bfloat16
 
 
 def test_vocabulary():
     fixed = load_config(None, ["model.vocab_size=50257", "model.max_position_embeddings=1000"])
-    assert gpt_config(fixed).vocab_size == gpt_config(fixed, 300).vocab_size == 50304
-    assert gpt_config(fixed).max_position_embeddings == 1000
+    assert model_config(fixed).vocab_size == model_config(fixed, 300).vocab_size == 50304
+    assert model_config(fixed).max_position_embeddings == 1000
     with pytest.raises(JzeroError, match=r"model\.vocab_size: expected at least the tokenizer's 50258, found 50257"):
-        gpt_config(fixed, 50258)
+        model_config(fixed, 50258)
     with pytest.raises(JzeroError, match=r"model\.vocab_size: expected a number of tokens where there is no tokenizer"):
-        gpt_config(Config())
+        model_config(Config())
 
 
 # The reference page

@@ -155,13 +155,13 @@ def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_
 
     def during(run: Run, step: int) -> None:
         if step == 3:
-            evaluate = run.program.evaluate
+            measure = run.program.measure
 
             def interrupted(params, batch):
                 signal.raise_signal(signal.SIGTERM)
-                return evaluate(params, batch)
+                return measure(params, batch)
 
-            run.program.evaluate = interrupted
+            run.program.measure = interrupted
 
     stopped = start(during=during)
     assert (stopped.step, stopped.val_loss) == (4, None)
