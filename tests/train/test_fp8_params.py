@@ -224,7 +224,7 @@ def test_a_step_compiled_for_gpus():
     for instruction, _, times in hlo.walk(module, module.entry):
         kind = instruction.opcode.removesuffix("-start")
         arrays.get(kind, []).extend(instruction.arrays)
-        products += times * (instruction.attribute("custom_call_target") == '"__cublas$lt$matmul$f8"')
+        products += times * (instruction.attribute("custom_call_target") == "__cublas$lt$matmul$f8")
     assert products == layers * 4 * 3
     shapes = [w.value for w in weights(prog.abstract.params)]
     gathered = [a for a in arrays["all-gather"] if a.dtype in ("u8", "f8e4m3fn")]
