@@ -163,7 +163,11 @@ class Program:
             in_specs=(self.specs.params, batch_spec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(lambda params, batch, fp8=(): mapped(params, batch, self._known(fp8)))
+
+        def measure(params: Any, batch: Batch, fp8: Any = ()) -> dict[str, tuple[Array, Array]]:
+            return mapped(params, batch, self._known(fp8))
+
+        return jax.jit(measure)
 
     def evaluate(self, params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
         """Sum of the tokens' losses and number of tokens that count, float32 scalars over the whole batch."""
@@ -183,7 +187,11 @@ class Program:
             in_specs=(self.specs.params, PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(lambda params, tokens, fp8=(): mapped(params, tokens, self._known(fp8)))
+
+        def logits(params: Any, tokens: Array | Batch, fp8: Any = ()) -> Array:
+            return mapped(params, tokens, self._known(fp8))
+
+        return jax.jit(logits)
 
     def _known(self, fp8: Any) -> Any:
         """The scales that were handed in."""

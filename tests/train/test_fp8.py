@@ -1,4 +1,4 @@
-"""FP8 products in the training step: every layout sees the amaxes of one device, and what spoils a step spoils no scale."""
+"""FP8 products in the step: every layout sees the amaxes of one device, and what spoils a step spoils no scale."""
 
 import dataclasses
 import functools
@@ -54,7 +54,9 @@ MORE_LAYOUTS = {
     "tensor 2, selective": fp8(4, "gather_twice", 2, **TENSOR, activations_checkpoint_granularity="selective"),
     "full checkpointing": fp8(2, "gather_twice", 2, activations_checkpoint_granularity="full"),
     "one layer": fp8(2, "gather_twice", 1, num_layers=1),
-    "interleaved": fp8(8, "gather_twice", 4, **SEQUENCE, **PIPELINE, num_layers=4, virtual_pipeline_model_parallel_size=2),
+    "interleaved": fp8(
+        8, "gather_twice", 4, **SEQUENCE, **PIPELINE, num_layers=4, virtual_pipeline_model_parallel_size=2
+    ),
     "interleaved, into shards": fp8(
         8, "gather_on_forward", 4, **TENSOR, **PIPELINE, num_layers=4, virtual_pipeline_model_parallel_size=2,
         grad_accumulation="sharded",
@@ -238,7 +240,7 @@ def test_without_fp8_there_is_nothing_of_it():
     prog = program(config(1, **{**MODEL, "fp8": False}), VOCABULARY)
     assert prog.abstract.fp8 == ()
     assert "f8E" not in prog.step.lower(prog.abstract, prog.abstract_batch()).as_text()
-    with pytest.raises(JzeroError, match="there are no FP8 products; set model.fp8=true"):
+    with pytest.raises(JzeroError, match=r"there are no FP8 products; set model\.fp8=true"):
         prog.observe(prog.init(), prog.place(batch(0)))
 
 
