@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
@@ -102,6 +103,30 @@ def _generate(arguments: argparse.Namespace) -> None:
     print()
 
 
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from jzero.train.evaluate import evaluate
+
+    found = evaluate(
+        arguments.source,
+        arguments.overrides,
+        data=arguments.data,
+        split=arguments.split,
+        checkpoint=arguments.checkpoint,
+        note=lambda text: print(text, file=sys.stderr),
+    )
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print(", ".join(f"{name} {value:,.6g}" for name, value in found.items()))
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from jzero.train.weights import convert
+
+    convert(arguments.source, arguments.output, checkpoint=arguments.checkpoint)
+    print(arguments.output)
+
+
 def _build(arguments: argparse.Namespace) -> None:
     from jzero.data.text import build
 
@@ -165,7 +190,9 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train, command=train)
 
     generate = commands.add_parser("generate", help="continue a text with a trained model, or fill its gaps")
-    generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/gpt_tiny")
+    generate.add_argument(
+        "run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/gpt_tiny, or one of Hugging Face's"
+    )
     generate.add_argument("--prompt", required=True, help="the text to continue; for a BERT one with [MASK]")
     generate.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default 0.8)")
@@ -175,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate, command=generate)
 
     _add_plan(commands)
+    _add_weights(commands)
 
     data = commands.add_parser("data", help="prepare data").add_subparsers(required=True, metavar="COMMAND")
     build = data.add_parser("build", help="tokenize text files into one indexed file")
@@ -191,6 +219,33 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--output", metavar="FILE", required=True, help="writes this tokenizer.json")
     tokenizer.set_defaults(run=_tokenizer, command=tokenizer)
     return parser
+
+
+def _add_weights(commands: argparse._SubParsersAction) -> None:
+    """The commands that take a model that is there already."""
+    checkpoint = {"default": "best", "help": "of a run: best, last, or a step (default best)"}
+    evaluate = commands.add_parser("eval", help="loss and perplexity of a model on an indexed file")
+    evaluate.add_argument(
+        "source", metavar="MODEL", type=Path, help="a run folder, a configuration, or a folder of Hugging Face's"
+    )
+    evaluate.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="overrides, such as trainer.devices=8"
+    )
+    evaluate.add_argument("--data", metavar="PREFIX", help="an indexed file (default: the configuration's)")
+    evaluate.add_argument(
+        "--split", help="train, validation or test (default: all of --data, else the validation documents)"
+    )
+    evaluate.add_argument("--checkpoint", **checkpoint)
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object, unrounded")
+    evaluate.set_defaults(run=_evaluate, command=evaluate)
+
+    convert = commands.add_parser(
+        "convert", help="a run into a folder of Hugging Face's, or such a folder into a configuration"
+    )
+    convert.add_argument("source", metavar="SOURCE", type=Path, help="a run folder, or a folder with config.json")
+    convert.add_argument("output", metavar="OUTPUT", type=Path, help="a new folder, or a new .yaml to train from")
+    convert.add_argument("--checkpoint", **checkpoint)
+    convert.set_defaults(run=_convert, command=convert)
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

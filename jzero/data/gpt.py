@@ -123,6 +123,16 @@ class GPTDataset:
         window = window.astype(np.int32)
         return self._sample(window[:-1], window[1:])
 
+    def once(self, k: int) -> dict[str, np.ndarray]:
+        """Sample k < len(self), without loss on labels of the second epoch: together every token is a label once.
+
+        (The first token is none's.)
+        """
+        sample, size = self[k], self._stream.size
+        begin = sample_order(k, size, self.seq_length, self.seed) * self.seq_length
+        sample["loss_mask"][max(size - 1 - begin, 0) :] = 0
+        return sample
+
     def _sample(self, tokens: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         sample = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(len(tokens), np.float32)}
         if self.eod_mask_loss:

@@ -138,8 +138,15 @@ def config_tokenizer(config: Any) -> Tokenizer:
     Raises:
         JzeroError: the file is missing or of no use.
     """
-    name = config.model.tokenizer.model or "bytes"
-    return load_tokenizer(stdlib_tokenizer(config.model.data.cache_dir) if name == "stdlib" else name)
+    return load_tokenizer(tokenizer_path(config) or "bytes")
+
+
+def tokenizer_path(config: Any) -> Path | None:
+    """The file of the tokenizer of `config.model.tokenizer`; None: it has none."""
+    name = config.model.tokenizer.model
+    if name == "stdlib":
+        return Path(stdlib_tokenizer(config.model.data.cache_dir))
+    return Path(os.path.expanduser(name)) if name else None
 
 
 def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str, Dataset | None]:

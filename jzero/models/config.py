@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jzero.errors import JzeroError
+from jzero.fp8.recipes import Recipe
 
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _POSITIVE_IF_SET = ("ffn_hidden_size", "num_query_groups", "kv_channels")
@@ -26,6 +27,7 @@ class TransformerConfig:
 
     Args:
         vocab_size: rows of the token embedding, padding to a convenient multiple included.
+        vocab_padding: how many of the last rows are padding: tokens that do not exist take no part in a loss.
         num_layers, hidden_size, num_attention_heads: the sizes everybody quotes.
         max_position_embeddings: rows of the learned position table; not used by rotary positions.
         ffn_hidden_size: width of the feed-forward layer; None: 4 × hidden_size.
@@ -43,6 +45,8 @@ class TransformerConfig:
         attention_implementation: "auto" (cuDNN on a GPU in 16 bits, else written out), "xla" or "cudnn"
             (`jax.nn.dot_product_attention`'s).
         do_layer_norm_weight_decay: whether weight decay applies to norms and biases too.
+        fp8: recipe of the layers' four products; None: they have the type of the activations. Embedding, head and norms
+            are never in FP8.
         param_dtype: type of the parameters. Activations have the type of the embedding they start from.
 
     Raises:
@@ -59,6 +63,7 @@ class TransformerConfig:
     causal: ClassVar[bool] = True
 
     vocab_size: int
+    vocab_padding: int = 0
     num_layers: int = 12
     hidden_size: int = 768
     num_attention_heads: int = 12
@@ -80,6 +85,7 @@ class TransformerConfig:
     rotary_percentage: float = 1.0
     attention_implementation: str = "auto"
     do_layer_norm_weight_decay: bool = False
+    fp8: Recipe | None = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
@@ -160,6 +166,8 @@ def _check_ranges(config: TransformerConfig) -> None:
     for key in ("init_method_std", "layernorm_epsilon", "rotary_base"):
         if not getattr(config, key) > 0:
             raise mistake(key, "a number above 0", getattr(config, key))
+    if not 0 <= config.vocab_padding < config.vocab_size:
+        raise mistake("vocab_padding", f"at least 0 and below vocab_size {config.vocab_size}", config.vocab_padding)
     if not jnp.issubdtype(jnp.dtype(config.param_dtype), jnp.floating):
         raise mistake("param_dtype", "a floating-point type", config.param_dtype)
 

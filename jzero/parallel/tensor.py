@@ -37,6 +37,7 @@ from jzero.optim import regions
 AXIS = "tensor"
 SPLIT = frozenset({"vocab", "groups", "heads", "ffn"})
 """Logical dimensions of parameters that the axis splits."""
+_NEVER = -1e30  # a logit whose exponential is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class TensorParallel:
         rows = table.at[jnp.where(here, local, table.shape[0])].get(mode="fill", fill_value=0)  # dropped in backward
         return self.leave(rows.astype(wire or table.dtype)).astype(table.dtype)
 
-    def cross_entropy(self, logits: Array, labels: Array) -> Array:
+    def cross_entropy(self, logits: Array, labels: Array, padding: int = 0) -> Array:
         """-log softmax(logits)[label] of each token, with the vocabulary split and the logits never gathered.
 
         The backward pass needs the logits and makes their cotangent in one pass, softmax - one-hot, without a scatter
@@ -142,11 +143,12 @@ class TensorParallel:
         Args:
             logits: float32 [B, T, V/N].
             labels: int [B, T], of the whole vocabulary.
+            padding: how many of the vocabulary's last entries are no tokens: their probability is 0.
 
         Returns:
             Float32 [B, T].
         """
-        return _cross_entropy(self, logits, labels)
+        return _cross_entropy(self, padding, logits, labels)
 
     def whole_vocabulary(self, logits: Array) -> Array:
         """Logits [B, T, V/N] -> [B, T, V], for drawing tokens."""
@@ -154,8 +156,9 @@ class TensorParallel:
             return logits
         return jax.lax.all_gather(logits, AXIS, axis=2, tiled=True, to="invarying")
 
-    def likeliest(self, logits: Array) -> Array:
-        """The token of the largest of the logits [B, T, V/N], int32 [B, T]; of equal ones the first."""
+    def likeliest(self, logits: Array, padding: int = 0) -> Array:
+        """The token of the largest of the logits [B, T, V/N], int32 [B, T]; of equal ones the first, never padding."""
+        logits = _without_padding(self, padding, logits)
         own = jnp.argmax(logits, -1).astype(jnp.int32)
         if self.size == 1:
             return own
@@ -189,29 +192,39 @@ def tensor_parallel(mesh: Mesh, *, sequence: bool = False) -> TensorParallel:
     return TensorParallel(mesh.shape[AXIS], sequence)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(tensor: TensorParallel, logits: Array, labels: Array) -> Array:
-    return _cross_entropy_forward(tensor, logits, labels)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(tensor: TensorParallel, padding: int, logits: Array, labels: Array) -> Array:
+    return _cross_entropy_forward(tensor, padding, logits, labels)[0]
 
 
-def _cross_entropy_forward(tensor: TensorParallel, logits: Array, labels: Array):
+def _without_padding(tensor: TensorParallel, padding: int, logits: Array) -> Array:
+    """Logits with those of padding so low that their exponential is 0; made again in the backward pass, not kept."""
+    if not padding:
+        return logits
+    count = logits.shape[-1]
+    return jnp.where(jnp.arange(count) + tensor.first(count) < tensor.size * count - padding, logits, _NEVER)
+
+
+def _cross_entropy_forward(tensor: TensorParallel, padding: int, logits: Array, labels: Array):
+    raw, logits = logits, _without_padding(tensor, padding, logits)
     largest = logits.max(-1)
     if tensor.size > 1:
         largest = jax.lax.pmax(largest, AXIS)
     total = jnp.exp(logits - largest[..., None]).sum(-1)
     local = labels - tensor.first(logits.shape[-1])
-    own = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[-1] - 1)[..., None], -1)[..., 0]
+    own = jnp.take_along_axis(raw, jnp.clip(local, 0, logits.shape[-1] - 1)[..., None], -1)[..., 0]
     if tensor.size > 1:
         own = jnp.where((local >= 0) & (local < logits.shape[-1]), own, 0)
         total, own = jax.lax.psum((total, own), AXIS)
     log_total = jnp.log(total) + largest
-    return log_total - own, (logits, local, log_total)
+    return log_total - own, (raw, local, log_total)
 
 
-def _cross_entropy_backward(tensor: TensorParallel, saved: tuple[Array, Array, Array], cotangent: Array):
+def _cross_entropy_backward(tensor: TensorParallel, padding: int, saved: tuple[Array, Array, Array], cotangent: Array):
     logits, local, log_total = saved
     own = jnp.arange(logits.shape[-1]) == local[..., None]
-    return (jnp.exp(logits - log_total[..., None]) - own) * cotangent[..., None], None
+    softmax = jnp.exp(_without_padding(tensor, padding, logits) - log_total[..., None])
+    return (softmax - own) * cotangent[..., None], None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -7,7 +7,6 @@ padding, which a causal model does not look at, and a full window drops its firs
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    fp8: Any = (),
 ) -> str:
     """The prompt and its continuation.
 
@@ -47,6 +47,7 @@ def generate(
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from this many likeliest tokens; 0: from all.
         seed: of the draws. The same seed and parameters give the same text.
+        fp8: the training state's field, for delayed scales.
 
     Returns:
         Text.
@@ -54,7 +55,8 @@ def generate(
     Raises:
         JzeroError: a number is out of range.
     """
-    drawn = stream(program, params, tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    drawn = stream(program, params, tokenizer, prompt, **options, fp8=fp8)
     return prompt + tokenizer.decode(np.concatenate([np.zeros(0, np.int32), *drawn]))
 
 
@@ -68,6 +70,7 @@ def stream(
     temperature: float,
     top_k: int,
     seed: int,
+    fp8: Any = (),
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn."""
     check_options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
@@ -76,7 +79,7 @@ def stream(
     for first in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - first)
         new, made, window, length = _draw(
-            params, window, length, key, first, count, temperature,
+            params, fp8, window, length, key, first, count, temperature,
             program=program, top_k=top_k, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, greedy=temperature == 0,
         )  # fmt: skip
         new = np.asarray(jax.block_until_ready(new))[: int(made)]
@@ -96,10 +99,10 @@ def check_options(**options: float) -> None:
 def generate_from_run(
     run: Path, prompt: str, *, checkpoint: str = "best", note: Any = print, **options: Any
 ) -> Iterator[str]:
-    """Text from a checkpoint of a run folder, on one device of this machine, in pieces as it is made.
+    """Text from a model that is there already, on one device of this machine, in pieces as it is made.
 
     Args:
-        run: the run folder.
+        run: the run folder, or whatever else `open_model` takes.
         prompt: text to continue; for a BERT, to be filled in where it says [MASK].
         checkpoint: "best" (lowest validation loss; the last if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read.
@@ -108,28 +111,19 @@ def generate_from_run(
     Raises:
         JzeroError: there is no such run, or no such checkpoint that can be read.
     """
-    from jzero.data.loader import config_tokenizer
-    from jzero.train.checkpoint import load_params
-    from jzero.train.config import load_config
-    from jzero.train.devices import build_mesh
     from jzero.train.fill import fill
     from jzero.train.memory import memory_errors
-    from jzero.train.step import build_program
+    from jzero.train.weights import open_model
 
     check_options(**options)
-    run = Path(os.path.expanduser(run))
-    if not (run / "config.yaml").is_file():
-        raise JzeroError(f"{run}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run")
-    config, mesh = build_mesh(load_config(run / "config.yaml", _ONE_DEVICE), lambda line: None)
-    tokenizer = config_tokenizer(config)
-    program = build_program(config, mesh, config.model.vocab_size or tokenizer.vocab_size)
-    with memory_errors(config):
-        params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
-        if config.model.type == "bert":
-            yield fill(program, params, tokenizer, prompt)
+    model = open_model(run, checkpoint=checkpoint, note=note)
+    with memory_errors(model.config):
+        if model.config.model.type == "bert":
+            yield fill(model.program, model.params, model.tokenizer, prompt, model.fp8)
             return
         yield prompt
-        yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
+        drawn = stream(model.program, model.params, model.tokenizer, prompt, **options, fp8=model.fp8)
+        yield from text_of(drawn, model.tokenizer)
 
 
 def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
@@ -149,22 +143,6 @@ def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]
     yield tokenizer.decode(drawn)[shown:]
 
 
-_ONE_DEVICE = (
-    "trainer.devices=1",
-    "trainer.num_nodes=1",
-    "model.tensor_model_parallel_size=1",
-    "model.sequence_parallel=false",
-    "model.pipeline_model_parallel_size=1",
-    "model.virtual_pipeline_model_parallel_size=null",
-    "model.replica_parallel_size=1",
-    "model.micro_batch_size=1",
-    "model.global_batch_size=1",
-    "model.attention_implementation=auto",  # cuDNN's, if the run asked for it, may not be here
-    "model.optim.policy=replicated",
-    "model.optim.overlap_param_sync=false",
-)
-
-
 def _window(tokenizer: Tokenizer, prompt: str, size: int) -> tuple[Array, Array]:
     """The end of the prompt in a window int32 [W], padded with zeros, and its length."""
     ids = tokenizer.encode(prompt)[-size:]
@@ -176,6 +154,7 @@ def _window(tokenizer: Tokenizer, prompt: str, size: int) -> tuple[Array, Array]
 @functools.partial(jax.jit, static_argnames=("program", "top_k", "vocab_size", "eod", "greedy"))
 def _draw(
     params: Any,
+    fp8: Any,
     window: Array,  # int32 [W]
     length: Array,  # int32 []: how much of the window is text
     key: Array,
@@ -197,7 +176,7 @@ def _draw(
 
     def one(carry: tuple) -> tuple:
         i, out, window, length = carry
-        logits = program.logits(params, window[None])[0, length - 1, :vocab_size]  # the rest of V is padding
+        logits = program.logits(params, window[None], fp8)[0, length - 1, :vocab_size]  # the rest of V is padding
         token = _choose(logits, jax.random.fold_in(key, first + i), temperature, top_k, greedy)
         window = jnp.where(length == len(window), jnp.roll(window, -1), window)
         length = jnp.minimum(length + 1, len(window))
