@@ -73,7 +73,7 @@ def stdlib_sentences(cache_dir: str | Path | None = None) -> str:
         >>> from jzero.data import FileTokenizer, IndexedDataset
         >>> prefix = stdlib_sentences(tempfile.mkdtemp())
         >>> tokenizer = FileTokenizer(os.path.join(os.path.dirname(prefix), "tokenizer.json"))
-        >>> tokenizer.vocab_size, max(IndexedDataset(prefix).tokens) < 2048
+        >>> tokenizer.vocab_size, int(IndexedDataset(prefix).tokens.max()) < 2048
         (2048, True)
     """
     sources = _need_sources()

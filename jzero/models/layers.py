@@ -189,7 +189,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         wide = checkpoint_name(self.up(self.tensor.enter(x)), "up")
-        return self.down(self.activation(wide), self.tensor.leave)
+        return checkpoint_name(self.down(self.activation(wide), self.tensor.leave), "projection")
 
 
 def gelu(config: TransformerConfig) -> Callable[[jax.Array], jax.Array]:

@@ -206,15 +206,18 @@ def _kind(config: Config) -> None:
     """Keys of one kind of model, set for another."""
     m, defaults = config.model, Model()
     if m.type == "bert":
-        other = {"model": ("share_embeddings_and_output_weights",)}
-        other["model.data"] = ("shuffle_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        of_model = ["share_embeddings_and_output_weights"]
+        of_data = ["shuffle_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
     else:
-        other = {"model": ("num_tokentypes", "bert_binary_head")}
-        other["model.data"] = ("masked_lm_prob", "short_seq_prob", "whole_word_masking")
+        of_model = ["num_tokentypes", "bert_binary_head"]
+        of_data = ["masked_lm_prob", "short_seq_prob", "whole_word_masking"]
         if m.tokenizer.model == "stdlib":
             raise JzeroError("model.tokenizer.model: stdlib is a vocabulary for model.type bert, found gpt; set a path")
-    for section, found, default in (("model", m, defaults), ("model.data", m.data, defaults.data)):
-        for key in other[section]:
+    for section, keys, found, default in (
+        ("model", of_model, m, defaults),
+        ("model.data", of_data, m.data, defaults.data),
+    ):
+        for key in keys:
             if getattr(found, key) != getattr(default, key):
                 raise JzeroError(
                     f"{section}.{key}: {getattr(found, key)} has no meaning for model.type {m.type}; leave it out"
