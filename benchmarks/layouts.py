@@ -2,13 +2,15 @@
 
     python benchmarks/layouts.py [--rounds 22] [--layouts d4 d2t2 ...] [--precisions bf16 32] [--json FILE]
 
-A small `configs/gpt_tiny.yaml` on virtual CPU devices, real text. ZeRO on and off (`distributed_fused_adam` and
-`fused_adam`) take a step each in every round, in turn first; the ratio of their speeds is taken within a round, and its
-median printed. Both see the same batches, so they must have the same losses. On the CPU times mean nothing in
-themselves: the ratios do. Memory is counted on the arrays of the state, and read from the compiled step ("needed").
+A configuration (`--model`, of `configs/`; made small, with `--full` in its own size) on virtual CPU devices, real text.
+ZeRO on and off (`distributed_fused_adam` and `fused_adam`) take a step each in every round, in turn first; the ratio of
+their speeds is taken within a round, and its median printed. Both see the same batches, so they must have the same
+losses: the learning rate warms up as the configuration says, as one that makes the loss jump magnifies a last bit at
+will. On the CPU times mean nothing in themselves: the ratios do. Memory is counted on the arrays of the state, and read
+from the compiled step ("needed").
 
-Then GPT-2 124M (`--planned`) is compiled for described A100s in the same layouts, and its memory read; `--planned none`
-leaves it out.
+Then GPT-2 124M (`--planned`) is compiled for described A100s (`--target`) in the same layouts, and its memory read;
+`--planned none` leaves it out.
 
 A layout is written d2t2p2v2: data 2 × tensor 2 × pipeline 2 × 2 chunks per stage; s: with sequence parallelism.
 """
@@ -44,8 +46,8 @@ KEYS = {
     "p": "pipeline_model_parallel_size",
     "v": "virtual_pipeline_model_parallel_size",
 }
-SMALL = ("hidden_size=64", "encoder_seq_length=64", "num_layers=4", "micro_batch_size=2", "global_batch_size=32",
-         "optim.sched.warmup_steps=4")  # fmt: skip
+SMALL = ("hidden_size=64", "encoder_seq_length=64", "num_layers=4", "num_attention_heads=4", "micro_batch_size=2",
+         "global_batch_size=32")  # fmt: skip
 OPTIMIZERS = {True: "distributed_fused_adam", False: "fused_adam"}
 A100, MIB, WARM, STATE_BYTES = "a100-sxm-80gb", 2**20, 2, {"bf16": 10, "32": 8}
 
@@ -54,12 +56,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--precisions", nargs="*", choices=STATE_BYTES, default=list(STATE_BYTES))
+    parser.add_argument("--model", default="gpt_tiny", help="a file in configs/ for the runs, made small")
+    parser.add_argument("--full", action="store_true", help="the runs' model in its own size")
     parser.add_argument("--rounds", type=int, default=22, help="timed; two more compile and warm up")
     parser.add_argument("--planned", default="gpt2_124m", help="a file in configs/, or none")
+    parser.add_argument("--target", default=A100, help="the GPU it is compiled for")
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value, for the runs")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    result: dict[str, Any] = {"rounds": args.rounds, "rows": [], "pairs": [], "planned": []}
+    small = () if args.full else tuple(f"model.{key}" for key in SMALL)
+    result: dict[str, Any] = {"model": args.model, "changes": [*small, *args.overrides], "rounds": args.rounds}
+    result |= {"rows": [], "pairs": [], "planned": []}
     try:
         layouts = {name: parse(name) for name in args.layouts}
         count = max(devices for devices, _ in layouts.values())
@@ -68,15 +75,15 @@ def main() -> None:
         print(HEADER)
         for precision in args.precisions:
             for name, (devices, keys) in layouts.items():
-                changes = [*(f"model.{key}" for key in SMALL), *args.overrides, f"trainer.precision={precision}", *keys]
-                rows, pair = measure(devices, changes, args.rounds)
+                changes = [*small, *args.overrides, f"trainer.precision={precision}", *keys]
+                rows, pair = measure(args.model, devices, changes, args.rounds)
                 kind = {"layout": name, "precision": precision}
                 result["rows"] += [kind | row for row in rows]
                 result["pairs"].append(kind | pair)
                 print(*(line(kind | row) for row in rows), judged(pair), sep="\n", flush=True)
         if args.planned != "none":
-            print(f"\n{args.planned} compiled for {A100}, MiB of a device")
-            result["planned"] = planned(args.planned, layouts)
+            print(f"\n{args.planned} in bf16 compiled for {args.target}, MiB of a device")
+            result["planned"] = planned(args.planned, args.target, layouts)
     except JzeroError as error:
         parser.error(str(error))
     if args.json:
@@ -122,7 +129,7 @@ class Side:
         """Mean loss per token."""
         total = count = 0.0
         for batch in held_out:
-            losses, tokens = self.program.evaluate(self.state.params, self.program.place(batch))
+            losses, tokens = self.program.evaluate(self.state.params, self.program.place(batch), self.state.fp8)
             total, count = total + float(losses), count + float(tokens)
         return total / count
 
@@ -142,10 +149,10 @@ class Side:
         }
 
 
-def measure(devices: int, changes: list[str], rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(model: str, devices: int, changes: list[str], rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows with ZeRO off and on, and what they are to one another."""
     configs = {
-        zero: validate(load_config(CONFIGS / "gpt_tiny.yaml", [*changes, f"model.optim.name={name}"]), devices)
+        zero: validate(load_config(CONFIGS / f"{model}.yaml", [*changes, f"model.optim.name={name}"]), devices)
         for zero, name in OPTIMIZERS.items()
     }
     config = configs[True]
@@ -219,8 +226,8 @@ def judged(pair: dict[str, Any]) -> str:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def planned(name: str, layouts: dict[str, tuple[int, list[str]]]) -> list[dict[str, Any]]:
-    """Memory that the step of a configuration has on described A100s, without ZeRO and with it."""
+def planned(name: str, target: str, layouts: dict[str, tuple[int, list[str]]]) -> list[dict[str, Any]]:
+    """Memory that the step of a configuration has on described GPUs, without ZeRO and with it."""
     print(
         f"{'layout':9}{'ZeRO':6}{'parameters':>12}{'state':>9}{'temporaries':>13}{'peak':>9}{'saved':>9}{'expected':>10}"
     )
@@ -231,7 +238,7 @@ def planned(name: str, layouts: dict[str, tuple[int, list[str]]]) -> list[dict[s
             changes = [*keys, f"model.optim.name={OPTIMIZERS[zero]}", "model.optim.overlap_param_sync=false"]
             changes += ["model.attention_implementation=xla", "trainer.precision=bf16"]
             config = validate(load_config(CONFIGS / f"{name}.yaml", changes), devices)
-            memory = plan(config, A100, devices).memory
+            memory = plan(config, target, devices).memory
             row = {"layout": layout, "zero": zero, "parameters": memory.parameters, "state": memory.optimizer}
             row |= {"temporaries": memory.temporaries, "peak": memory.peak}
             sizes = [row[key] / MIB for key in ("parameters", "state", "temporaries", "peak")]

@@ -24,6 +24,8 @@ from jzero.train.loop import train
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "gpt_tiny.yaml"
 BF16, OPTIM = "trainer.precision=bf16", "model.optim."
 NARROW = [f"{OPTIM}master=none", f"{OPTIM}exp_avg_dtype=bf16", f"{OPTIM}exp_avg_sq_dtype=bf16"]
+SCALED = [f"{OPTIM}{name}=scaled_fp16" for name in ("master", "exp_avg_dtype", "exp_avg_sq_dtype")]
+FP8 = ["model.fp8=true", "model.fp8_params=true"]
 REFERENCE = "bf16, fp32 master and moments"
 MODES = {
     "fp32 parameters and moments": ["trainer.precision=32"],
@@ -31,12 +33,13 @@ MODES = {
     "bf16, remainder, fp32 moments": [BF16, f"{OPTIM}master=remainder"],
     "bf16, no master, bf16 moments": [BF16, *NARROW],
     "the same, rounded stochastically": [BF16, *NARROW, f"{OPTIM}stochastic_rounding=true"],
-    "bf16, scaled fp16 master and moments": [
-        BF16, f"{OPTIM}master=scaled_fp16", f"{OPTIM}exp_avg_dtype=scaled_fp16", f"{OPTIM}exp_avg_sq_dtype=scaled_fp16"
-    ],
+    "bf16, scaled fp16 master and moments": [BF16, *SCALED],
     "bf16, remainder, scaled fp8 m, scaled fp16 v": [
         BF16, f"{OPTIM}master=remainder", f"{OPTIM}exp_avg_dtype=scaled_fp8", f"{OPTIM}exp_avg_sq_dtype=scaled_fp16"
     ],
+    "fp8 products, bf16 parameters": [BF16, "model.fp8=true"],
+    "fp8 products and parameters": [BF16, *FP8],
+    "the same, scaled fp16 master and moments": [BF16, *FP8, *SCALED],
     "fp32, bf16 gradients and parameters on the wire": [
         "trainer.precision=32", f"{OPTIM}grad_sync_dtype=bf16", f"{OPTIM}param_sync_dtype=bf16"
     ],
@@ -63,13 +66,13 @@ def main() -> None:
         print(f"{name:52}{losses[name]:9.4f}{losses[name] / losses[REFERENCE]:9.4f}")
 
 
-def run(mode: list[str], steps: int | None, overrides: list[str]) -> float:
+def run(mode: list[str], steps: int | None, overrides: list[str], path: pathlib.Path = CONFIG) -> float:
     """The final validation loss of one run, in nats per token."""
     changed = [*overrides, *mode]
     if steps is not None:
-        warmup = min(load_config(CONFIG, overrides).model.optim.sched.warmup_steps, steps // 4)
+        warmup = min(load_config(path, overrides).model.optim.sched.warmup_steps, steps // 4)
         changed += [f"trainer.max_steps={steps}", f"model.optim.sched.warmup_steps={warmup}"]
-    config = load_config(CONFIG, [*changed, "generate.tokens=0"])
+    config = load_config(path, [*changed, "generate.tokens=0"])
     validate(config)
     with tempfile.TemporaryDirectory() as folder:
         manager = dataclasses.replace(

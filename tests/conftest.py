@@ -1,9 +1,7 @@
-"""Eight virtual CPU devices, a compilation cache that survives runs, and a text to train on."""
+"""Eight virtual CPU devices, and a text to train on. No compilation cache: see `jzero.train.devices.start_devices`."""
 
 import json
 import os
-import pathlib
-import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "64")  # a collective holds its thread while it waits: enough for eight devices
@@ -14,20 +12,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-_cache = pathlib.Path(os.environ.get("JZERO_TEST_CACHE", pathlib.Path(tempfile.gettempdir()) / "jzero-test-cache"))
-jax.config.update("jax_compilation_cache_dir", str(_cache))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-
-@pytest.fixture(autouse=True)
-def _no_cache_for_described_gpus(request):
-    """What was compiled for a described GPU can be written to the cache but not read back without its client."""
-    if request.node.get_closest_marker("gpu_compiler") is None:
-        yield
-        return
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # in the processes that tests start, too
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,3 +30,11 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     path.write_text("\n".join(lines))
     return path
+
+
+@pytest.fixture(scope="module")
+def quick_to_compile():
+    """For tests of what steps compute, in which compiling takes all the time: half of LLVM's passes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

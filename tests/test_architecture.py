@@ -18,10 +18,11 @@ MODULES = {
 }
 
 # Each part may import itself and the parts named here. `errors` and `mesh` are everybody's.
+# `optim` casts FP8 parameters with the arithmetic of `fp8`.
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "mesh": set(),
-    "optim": set(),
+    "optim": {"fp8"},
     "fp8": set(),
     "data": set(),
     "parallel": {"optim", "fp8"},

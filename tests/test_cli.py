@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -99,13 +98,12 @@ def command(inputs):
 
     def start(*overrides: str, **env: str) -> subprocess.Popen:
         arguments = [str(inputs / "config.yaml"), f"model.data.data_prefix={inputs}/text", *overrides]
-        cache = str(jax.config.jax_compilation_cache_dir)
         return subprocess.Popen(
             [sys.executable, "-m", "jzero", "train", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": cache, **env},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         )
 
     return start
@@ -288,8 +286,7 @@ def on_a_disk(inputs, tmp_path):
             test -e runs/gpt/metrics.jsonl && cat runs/gpt/metrics.jsonl
             exit $code
         """
-        cache = str(jax.config.jax_compilation_cache_dir)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": cache}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             ["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False, env=env
         )

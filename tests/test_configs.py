@@ -17,8 +17,16 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
 def test_the_files_are_these():
-    names = ["bert_55m", "bert_base", "bert_large", "bert_tiny", "gpt2_124m", "gpt3_1.3b", "gpt3_175b", "gpt_tiny"]
+    berts = ["bert_55m", "bert_base", "bert_large", "bert_tiny"]
+    names = [*berts, "gpt2_124m", "gpt3_1.3b", "gpt3_1.3b_fp8", "gpt3_175b", "gpt_tiny", "gpt_tiny_fp8"]
     assert [f.stem for f in FILES] == names
+
+
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt3_1.3b"])
+def test_fp8_is_the_only_difference_of_the_fp8_files(name):
+    plain, eight = (load_config(CONFIGS / f"{name}{end}.yaml", ["trainer.precision=bf16"]) for end in ("", "_fp8"))
+    differ = lambda a, b: {key for key, _ in keys(type(a)) if _value(a, key) != _value(b, key)}
+    assert differ(plain, eight) - {"model.fp8_amax_history_len"} == {"model.fp8", "exp_manager.name"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -44,6 +52,12 @@ def test_short_enough_to_read(path):
         if k.split(".")[-1] not in essential and _get(raw, k) == field.default is not None
     ]
     assert not repeated, "these lines repeat a default"
+
+
+def _value(config, key):
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
 
 
 def _get(raw, key):

@@ -4,7 +4,6 @@ import json
 import pathlib
 import sys
 
-import jax
 import pytest
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -19,7 +18,7 @@ def kernel(tmp_path, monkeypatch) -> str:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # a kernel that dies shows where
     return "under-test"
 
 

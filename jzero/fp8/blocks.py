@@ -92,7 +92,11 @@ def matmul(a: Blocks, b: Blocks, dtype: Any) -> Array:
 
     def kernel(a: Blocks, b: Blocks) -> Array:
         batched = (a.value[None], b.value[None], a.scale[None], b.scale[None])
-        return jax.nn.scaled_matmul(*batched, preferred_element_type=wide)[0]
+        y = jax.nn.scaled_matmul(*batched, preferred_element_type=wide)[0]
+        # it forgets over which axes of a manual region its operands vary
+        varying = [jax.typeof(x).manual_axis_type.varying for x in (a.value, b.value, y)]
+        missing = tuple(sorted((varying[0] | varying[1]) - varying[2]))
+        return jax.lax.pcast(y, missing, to="varying") if missing else y
 
     plain = lambda a, b: jnp.matmul(dequantise(a), dequantise(b).T).astype(wide)
     return jax.lax.platform_dependent(a, b, cuda=kernel, default=plain).astype(dtype)

@@ -37,6 +37,9 @@ Weight = Array | Quantised
 SAVED = ("fp8_input", "fp8_weight")
 """`checkpoint_name`s of the quantised operands, for a `jax.checkpoint` policy that keeps one byte instead of two."""
 
+MEASURED = "fp8_amax"
+"""That of an operand's amax: kept, it is measured (and reduced over ranks) once, not again in the backward pass."""
+
 
 class Shared(NamedTuple):
     """Mesh axes over which each operand's amax is a maximum, where it is cut along them; for `CurrentScaling`."""
@@ -198,10 +201,11 @@ _dot.defvjp(_dot_forward, _dot_backward)
 def _measure(x: Array, scale: Array, operand: int, options: Options) -> tuple[Array, Array]:
     """An operand's largest magnitude, and the scale it is to be cast with."""
     largest, recipe = amax(x), options.recipe
+    if isinstance(recipe, CurrentScaling) and options.shared[operand]:
+        largest = jax.lax.pmax(largest, options.shared[operand])
+    largest = checkpoint_name(largest, MEASURED)
     if not isinstance(recipe, CurrentScaling):
         return largest, scale
-    if options.shared[operand]:
-        largest = jax.lax.pmax(largest, options.shared[operand])
     return largest, recipe.scale(largest, jnp.ones_like(largest), recipe.limits[operand])
 
 

@@ -25,7 +25,7 @@ class Quantised(NamedTuple):
     """An array stored as FP8; it is worth `value / scale`."""
 
     value: Any  # E4M3 or E5M2
-    scale: Any  # float32, [] or broadcastable to `value`
+    scale: Any  # float32, []; as a parameter [*stacked], one per layer
 
 
 LARGEST_SCALE = 2.0**126
@@ -68,14 +68,14 @@ def cast(x: Array, dtype: Any) -> Array:
     return jnp.where(jnp.abs(y) < float(info.tiny), subnormal, normal).astype(dtype)
 
 
-def amax(x: Array) -> Array:
-    """The largest magnitude, float32 []; 0 of an empty array, NaN where any element is NaN.
+def amax(x: Array, axis: tuple[int, ...] | None = None) -> Array:
+    """The largest magnitude over `axis` (default all), float32; 0 of an empty array, NaN where any element is NaN.
 
     Example:
         >>> amax(jnp.bfloat16([1, -3]))
         Array(3., dtype=float32)
     """
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    return jnp.max(jnp.abs(x), axis, initial=0).astype(jnp.float32)
 
 
 def scale_from_amax(

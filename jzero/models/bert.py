@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.fp8 import Slots
 from jzero.models import parameters
 from jzero.models.config import TransformerConfig, check_split, mistake
 from jzero.models.dropout import Dropout
@@ -193,6 +194,7 @@ class BERT(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: Slots | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Scores of every token, and of the second sentence's following the first.
 
@@ -203,14 +205,14 @@ class BERT(nnx.Module):
                 text.
             positions: int [B, T]; None: 0 … T-1.
             dropout: None: no dropout.
+            slots: of the layers' FP8 products: scales [L, 4, 3], which `config.fp8=DelayedScaling(…)` needs.
 
         Returns:
             Logits, float32 [B, T, V]; and float32 [B, 2], or None without `bert_binary_head`.
         """
         x = self.embedding.typed(tokens, token_types, positions, dropout)
-        x = apply_blocks(
-            self.blocks, x, self.config.num_layers, positions=positions, segments=segments, dropout=dropout
-        )
+        context = {"positions": positions, "segments": segments, "dropout": dropout}
+        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
         x = x if self.final_norm is None else self.final_norm(x)
         logits = self.head(x, self.embedding.token[...])
         if self.pooler is None or self.binary_head is None:
@@ -289,16 +291,12 @@ def _bert_functions(config: BertConfig, tensor: TensorParallel | None = None) ->
         embedding = BertEmbedding(config, outer["embedding"], tensor)
         return embedding.typed(batch["tokens"], batch.get("token_types"), batch.get("positions"), dropout)
 
-    def block(layer: Tree, x: jax.Array, batch: Batch, dropout: Dropout | None, index: int | jax.Array) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, **context)
-
     inputs = {"tokens": 2, "labels": 2, "loss_mask": 2, "token_types": 2, "segments": 2}
     return make_functions(
+        config,
         describe(config),
         tensor,
         embed=embed,
-        block=block,
         losses=ends.losses,
         loss=ends.loss if binary else None,
         measures=ends.measures,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jzero.errors import JzeroError
+from jzero.fp8.recipes import Recipe
 
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _POSITIVE_IF_SET = ("ffn_hidden_size", "num_query_groups", "kv_channels")
@@ -44,6 +45,8 @@ class TransformerConfig:
         attention_implementation: "auto" (cuDNN on a GPU in 16 bits, else written out), "xla" or "cudnn"
             (`jax.nn.dot_product_attention`'s).
         do_layer_norm_weight_decay: whether weight decay applies to norms and biases too.
+        fp8: recipe of the layers' four products; None: they have the type of the activations. Embedding, head and norms
+            are never in FP8.
         param_dtype: type of the parameters. Activations have the type of the embedding they start from.
 
     Raises:
@@ -82,6 +85,7 @@ class TransformerConfig:
     rotary_percentage: float = 1.0
     attention_implementation: str = "auto"
     do_layer_norm_weight_decay: bool = False
+    fp8: Recipe | None = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

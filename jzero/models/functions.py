@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import JzeroError
+from jzero.fp8 import Slots
+from jzero.fp8.recipes import Recipe
 from jzero.models import parameters
+from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout
-from jzero.models.layers import SAVED_BY_SELECTIVE
+from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE, Block
 from jzero.models.parameters import Tree
 from jzero.parallel.tensor import TensorParallel
 
@@ -37,9 +40,9 @@ class Functions(NamedTuple):
     abstract: Tree  # the parameters' tree, of jax.ShapeDtypeStruct
     axes: Tree  # of tuples: a logical name or None per dimension
     decay: Tree  # of bool: whether weight decay applies
-    init: Callable[[jax.Array], Tree]  # key -> parameters
+    init: Callable[..., Tree]  # (key, chunks=1) -> parameters, see `parameters.initialize`
     embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
-    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index) -> x
+    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index, FP8 slots or None) -> x
     losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
     loss: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [], the weighted sum of all
     measures: Callable[[Tree, jax.Array, Batch], Sums]  # (outer, x, batch) -> sums over the batch
@@ -48,6 +51,8 @@ class Functions(NamedTuple):
     selective_policy: Callable[..., Any]  # for jax.checkpoint(block): recompute the core of attention only
     tensor: TensorParallel  # how the model is spread over the tensor axis
     inputs: dict[str, int]  # arrays of a training batch -> their number of dimensions
+    fp8: Recipe | None  # of the layers' products
+    products: tuple[tuple[str, ...], ...]  # paths in a layer's tree of what may be in FP8, in the order of its slots
     has_sample_loss: bool  # whether `loss` has terms per sample besides those per token
 
 
@@ -76,11 +81,11 @@ def functions(config: Any, tensor: TensorParallel | None = None) -> Functions:
 
 
 def make_functions(
+    config: TransformerConfig,
     tree: Tree,
     tensor: TensorParallel,
     *,
     embed: Callable[..., jax.Array],
-    block: Callable[..., jax.Array],
     losses: Callable[..., jax.Array],
     logits: Callable[..., jax.Array],
     inputs: dict[str, int],
@@ -88,10 +93,21 @@ def make_functions(
     measures: Callable[..., Sums] | None = None,
     counts: Callable[[Batch], Sums] | None = None,
 ) -> Functions:
-    """The `Functions` of a model described by a tree of `Parameter` records.
+    """The `Functions` of a model described by a tree of `Parameter` records, whose layers are `layers.Block`s.
 
     Without `loss`, `measures` and `counts` the tokens' losses are all there is.
     """
+
+    def block(
+        layer: Tree,
+        x: jax.Array,
+        batch: Batch,
+        dropout: Dropout | None,
+        index: int | jax.Array,
+        slots: Slots | None = None,
+    ) -> jax.Array:
+        context = {name: batch.get(name) for name in ("positions", "segments")}
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
 
     def weighted(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
         return jnp.sum(losses(outer, x, batch) * batch["weight"])
@@ -103,7 +119,7 @@ def make_functions(
         abstract=parameters.abstract(tree),
         axes=parameters.logical_axes(tree),
         decay=parameters.decays(tree),
-        init=lambda key: parameters.initialize(tree, key),
+        init=lambda key, chunks=1: parameters.initialize(tree, key, chunks),
         embed=embed,
         block=block,
         losses=losses,
@@ -114,5 +130,7 @@ def make_functions(
         selective_policy=jax.checkpoint_policies.save_only_these_names(*SAVED_BY_SELECTIVE),
         tensor=tensor,
         inputs=inputs,
+        fp8=config.fp8,
+        products=PRODUCTS,
         has_sample_loss=loss is not None,
     )

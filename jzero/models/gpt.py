@@ -22,6 +22,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from jzero.fp8 import Slots
 from jzero.models import parameters
 from jzero.models.config import TransformerConfig, check_split, mistake
 from jzero.models.dropout import Dropout
@@ -101,6 +102,7 @@ class GPT(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: Slots | None = None,
     ) -> jax.Array:
         """Scores of every next token.
 
@@ -109,14 +111,14 @@ class GPT(nnx.Module):
             positions: int [B, T]; None: 0 … T-1.
             segments: int [B, T]; tokens see only those of their own segment. None: all are one.
             dropout: None: no dropout.
+            slots: of the layers' FP8 products: scales [L, 4, 3], which `config.fp8=DelayedScaling(…)` needs.
 
         Returns:
             Logits, float32 [B, T, V]; those of padding mean nothing.
         """
         x = self.embedding(tokens, positions, dropout)
-        x = apply_blocks(
-            self.blocks, x, self.config.num_layers, positions=positions, segments=segments, dropout=dropout
-        )
+        context = {"positions": positions, "segments": segments, "dropout": dropout}
+        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
         table = self.embedding.token if self.head is None else self.head.weight
         return project_to_vocabulary(self.final_norm(x), table[...])
 
@@ -139,10 +141,6 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
     def embed(outer: Tree, batch: Batch, dropout: Dropout | None) -> jax.Array:
         return Embedding(config, outer["embedding"], tensor)(batch["tokens"], batch.get("positions"), dropout)
 
-    def block(layer: Tree, x: jax.Array, batch: Batch, dropout: Dropout | None, index: int | jax.Array) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, **context)
-
     def scores(outer: Tree, x: jax.Array) -> jax.Array:  # this rank's logits
         tied = config.share_embeddings_and_output_weights
         table = outer["embedding"]["token"] if tied else outer["head"]["weight"]
@@ -152,10 +150,10 @@ def _gpt_functions(config: GPTConfig, tensor: TensorParallel | None = None) -> F
         return tensor.cross_entropy(scores(outer, x), batch["labels"], config.vocab_padding)
 
     return make_functions(
+        config,
         describe(config),
         tensor,
         embed=embed,
-        block=block,
         losses=losses,
         logits=lambda outer, x: tensor.whole_vocabulary(scores(outer, x)),
         inputs={"tokens": 2, "labels": 2, "loss_mask": 2},

@@ -22,23 +22,29 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero.errors import JzeroError
+from jzero.fp8 import CurrentScaling, Slots
+from jzero.fp8.dot import MEASURED, Shared, dot
+from jzero.fp8.recipes import Recipe
 from jzero.models.attention import attend, einsum32, rotate
 from jzero.models.config import TransformerConfig
 from jzero.models.dropout import Dropout, Site, drop_attention, drop_features
 from jzero.models.parameters import Parameter, Tree, constant, normal
-from jzero.parallel.tensor import TensorParallel
+from jzero.parallel.tensor import AXIS, TensorParallel
 
-SAVED_BY_SELECTIVE = ("qkv", "context", "projection", "up")
-"""Names of what "selective" checkpointing keeps: results of the projections, and what attention hands to one."""
+SAVED_BY_SELECTIVE = ("qkv", "context", "projection", "up", MEASURED)
+"""Names of what "selective" checkpointing keeps: results of the projections, what attention hands to one, amaxes."""
 
-_ALONE = TensorParallel()
+PRODUCTS = (("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down"))
+"""The projections of a block, in the order of its FP8 slots."""
+
+_ALONE, _NO_SLOTS = TensorParallel(), Slots()
 _keep_inputs = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 class Linear(nnx.Module):
-    """y = x · weight + bias, over the last `inputs` dimensions of x."""
+    """y = x · weight + bias, over the last `inputs` dimensions of x; the product in FP8 where `config.fp8` says so."""
 
-    weight: nnx.Param  # [inputs..., outputs...]
+    weight: nnx.Param  # [inputs..., outputs...]; may be `Quantised`
     bias: nnx.Param | None  # [outputs...]
 
     @staticmethod
@@ -58,16 +64,40 @@ class Linear(nnx.Module):
         )
         return {"weight": record, "bias": bias}
 
-    def __init__(self, values: Tree, inputs: int = 1):
+    def __init__(
+        self, values: Tree, inputs: int = 1, config: TransformerConfig | None = None, tensor: TensorParallel = _ALONE
+    ):
         self.weight = nnx.Param(values["weight"])
         self.bias = nnx.Param(values["bias"]) if "bias" in values else None
-        self.inputs = inputs
+        self.inputs, self.fp8, self.tensor = inputs, config and config.fp8, tensor
 
-    def __call__(self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-        """[B, T, inputs...] -> [B, T, outputs...]; `leave` sums products whose inputs are split, before the bias."""
-        y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
+    def __call__(
+        self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None, slots: Slots = _NO_SLOTS
+    ) -> jax.Array:
+        """Apply the projection.
+
+        Args:
+            x: [B, T, inputs...].
+            leave: sums products whose inputs are split over the tensor axis, before the bias; None: outputs are split.
+            slots: of an FP8 product: scales [3].
+
+        Returns:
+            [B, T, outputs...].
+        """
+        if self.fp8 is None:
+            y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
+        else:
+            y = self._eight_bits(x, slots, self.fp8, inputs_split=leave is not None)
         y = y if leave is None else leave(y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+    def _eight_bits(self, x: jax.Array, slots: Slots, recipe: Recipe, *, inputs_split: bool) -> jax.Array:
+        """The product in FP8; an operand that is cut along the tensor axis is cast with the scale of the whole."""
+        weight, shared = self.weight.get_value(), None
+        if isinstance(recipe, CurrentScaling) and self.tensor.size > 1:
+            axis = (AXIS,)
+            shared = Shared(x=axis, w=axis) if inputs_split else Shared(w=axis, gradient=axis)
+        return dot(x, weight, slots.scales, recipe=recipe, contract=self.inputs, shared=shared, shares=slots.shares)
 
 
 class Norm(nnx.Module):
@@ -133,8 +163,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.config, self.tensor = config, tensor
-        self.qkv = Linear(values["qkv"])
-        self.out = Linear(values["out"], inputs=2)
+        self.qkv = Linear(values["qkv"], 1, config, tensor)
+        self.out = Linear(values["out"], 2, config, tensor)
 
     def __call__(
         self,
@@ -144,10 +174,12 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS),
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D]. Arguments as for `Block`."""
+        """[B, T, D] -> [B, T, D]. Arguments as for `Block`; slots of qkv and out."""
         config, x = self.config, self.tensor.enter(x)
-        fused = checkpoint_name(self.qkv(x), "qkv")  # [B, T, G, R + 2, K], G and H this rank's from here on
+        fused = self.qkv(x, slots=slots[0])  # [B, T, G, R + 2, K], G and H this rank's from here on
+        fused = checkpoint_name(fused, "qkv")
         turning, value = fused[..., :-1, :], fused[..., -1, :]
         if config.position_embedding_type == "rope":
             positions = jnp.arange(x.shape[1]) if positions is None else positions
@@ -164,7 +196,8 @@ class Attention(nnx.Module):
             implementation=config.attention_implementation,
             drop=drop,
         )
-        return checkpoint_name(self.out(checkpoint_name(context, "context"), self.tensor.leave), "projection")
+        context = checkpoint_name(context, "context")
+        return checkpoint_name(self.out(context, self.tensor.leave, slots[1]), "projection")
 
 
 class MLP(nnx.Module):
@@ -183,13 +216,13 @@ class MLP(nnx.Module):
     def __init__(self, config: TransformerConfig, values: Tree, tensor: TensorParallel = _ALONE):
         self.tensor = tensor
         self.activation = _swiglu if config.activation == "swiglu" else gelu(config)
-        self.up = Linear(values["up"])
-        self.down = Linear(values["down"])
+        self.up = Linear(values["up"], 1, config, tensor)
+        self.down = Linear(values["down"], 1, config, tensor)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        wide = checkpoint_name(self.up(self.tensor.enter(x)), "up")
-        return checkpoint_name(self.down(self.activation(wide), self.tensor.leave), "projection")
+    def __call__(self, x: jax.Array, slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS)) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; slots of up and down."""
+        wide = checkpoint_name(self.up(self.tensor.enter(x), slots=slots[0]), "up")
+        return checkpoint_name(self.down(self.activation(wide), self.tensor.leave, slots[1]), "projection")
 
 
 def gelu(config: TransformerConfig) -> Callable[[jax.Array], jax.Array]:
@@ -241,6 +274,7 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
+        slots: Slots | None = None,
     ) -> jax.Array:
         """Apply the layer.
 
@@ -250,34 +284,37 @@ class Block(nnx.Module):
             positions: int [B, T], for rotary positions; None: 0 … T-1.
             segments: int [B, T]; positions see only those of their own segment. None: all are one.
             dropout: None: no dropout.
+            slots: of the four FP8 products, in the order of `PRODUCTS`; None: `config.fp8` needs none.
 
         Returns:
             Like x.
         """
+        qkv, out, up, down = (_NO_SLOTS if slots is None else slots.of(i) for i in range(len(PRODUCTS)))
         attended = self.attention(
             x if self.post else self.attention_norm(x),
             index=index,
             positions=positions,
             segments=segments,
             dropout=dropout,
+            slots=(qkv, out),
         )
         first = self.tensor.first_position(x.shape[1])
         x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index, first)
         x = self.attention_norm(x) if self.post else x
-        wide = self.mlp(x if self.post else self.mlp_norm(x))
+        wide = self.mlp(x if self.post else self.mlp_norm(x), (up, down))
         x = x + drop_features(wide, self.rate, dropout, Site.MLP_OUT, index, first)
         return self.mlp_norm(x) if self.post else x
 
 
-def apply_blocks(blocks: Block, x: jax.Array, count: int, **context: Any) -> jax.Array:
-    """All layers of a module whose parameters are stacked in front; `context` as for `Block`, without the index."""
+def apply_blocks(blocks: Block, x: jax.Array, count: int, slots: Slots | None = None, **context: Any) -> jax.Array:
+    """All layers of a module whose parameters (and slots) are stacked in front; `context` as for `Block`."""
     structure, layers = nnx.split(blocks)
 
-    def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        values, index = layer
-        return nnx.merge(structure, values)(x, index=index, **context), None
+    def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
+        values, index, own = layer
+        return nnx.merge(structure, values)(x, index=index, slots=own, **context), None
 
-    return jax.lax.scan(body, x, (layers, jnp.arange(count)))[0]
+    return jax.lax.scan(body, x, (layers, jnp.arange(count), slots))[0]
 
 
 class Embedding(nnx.Module):

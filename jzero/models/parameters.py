@@ -81,7 +81,7 @@ def decays(tree: Tree) -> Tree:
     return jax.tree.map(lambda record: record.decay, tree)
 
 
-def initialize(tree: Tree, key: jax.Array) -> Tree:
+def initialize(tree: Tree, key: jax.Array, chunks: int = 1) -> Tree:
     """Initial values: a function of the key, a parameter's path and its layer alone.
 
     They depend neither on the mesh nor on what else the model has: the first two layers of a deep model are those of a
@@ -91,6 +91,8 @@ def initialize(tree: Tree, key: jax.Array) -> Tree:
     Args:
         tree: nested dict of `Parameter`.
         key: a typed key (`jax.random.key`) whose values survive `vmap` and sharding (threefry).
+        chunks: stacked layers come as [chunks, layers / chunks, ...], the same numbers in the same order. Drawn so, as
+            a reshape of [layers, ...] would have each device of a sharded second dimension draw all layers.
 
     Returns:
         Nested dict of arrays.
@@ -103,16 +105,19 @@ def initialize(tree: Tree, key: jax.Array) -> Tree:
     def leaf(path, record: Parameter) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return _draw(record, own).astype(record.dtype)
+        return _draw(record, own, chunks).astype(record.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _draw(record: Parameter, key: jax.Array) -> jax.Array:
+def _draw(record: Parameter, key: jax.Array, chunks: int) -> jax.Array:
     if not record.layers:
         return record.initializer(key, record.shape)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(record.layers))
-    return jax.vmap(lambda layer_key: record.initializer(layer_key, record.shape[1:]))(keys)
+    layer = lambda number: record.initializer(jax.random.fold_in(key, number), record.shape[1:])
+    layers = jax.vmap(layer)
+    if chunks == 1:
+        return layers(jnp.arange(record.layers))
+    return jax.vmap(layers)(jnp.arange(record.layers).reshape(chunks, -1))
 
 
 def check_key(key: jax.Array, name: str) -> None:

@@ -1,4 +1,4 @@
-"""ZeRO as an optax transformation. Usable alone: imports jax, numpy and optax only. Read `zero.py` first."""
+"""ZeRO as an optax transformation. Usable alone: imports jax, numpy, optax and `jzero.fp8`. Read `zero.py` first."""
 
 from jzero.optim.adam import distributed_fused_adam
 from jzero.optim.chain import clip_by_global_norm, scatter_gradients

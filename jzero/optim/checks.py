@@ -6,6 +6,7 @@ Every error is one line that names the argument, what was expected, what was fou
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,13 @@ def check_made(inner: Any) -> optax.GradientTransformation:
             f"{type(inner).__name__}"
         )
     return inner
+
+
+def check_choice(option: str, value: str, choices: Sequence[str]) -> str:
+    """Refuse what is none of an option's choices."""
+    if value not in choices:
+        raise ValueError(f"{option}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
+    return value
 
 
 def check_mesh(mesh: Any) -> None:
@@ -78,9 +86,20 @@ def check_state(state: ZeroState, expected: ZeroState, plan: Plan, axis: str | N
             _refuse(f"expected {path} {wanted.get(path, 'not there')}, found it {found.get(path, 'missing')}")
 
 
+def check_updates(plan: Plan) -> None:
+    """Refuse optax's `update` for FP8 parameters."""
+    for leaf in plan.leaves:
+        if leaf.quantised:
+            raise ValueError(
+                f"{leaf.path}: expected a parameter that an update can be added to, found an FP8 one; in place of "
+                "tx.update and optax.apply_updates write params, state = tx.step(grads, state, params)"
+            )
+
+
 def _types(state: ZeroState) -> dict[str, str]:
     """Dtype by path: of everything that a state holds; NNX's Variables stand for their arrays."""
     parts = {"master": state.master, "inner": state.inner, "rounding": state.rounding, "guard": state.guard}
+    parts["fp8"] = state.fp8
     return {
         jax.tree_util.keystr(path).replace(".value", ""): str(x.dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(parts)

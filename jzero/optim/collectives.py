@@ -18,20 +18,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jzero.optim import regions
+from jzero.fp8.numerics import Quantised
+from jzero.optim import precision, regions
 from jzero.optim.partition import Leaf
 
 
-def take(x: Array, leaf: Leaf) -> Array:
+def take(x: Any, leaf: Leaf) -> Any:
     """This rank's shard of a full leaf, in the leaf's dtype. No communication.
 
     Args:
-        x: `leaf.local_shape`, the same on every data rank.
+        x: `leaf.local_shape`, the same on every data rank; or such a `Quantised`. Where `leaf.resident`, the shard.
         leaf: the plan.
 
     Returns:
-        `leaf.shard_local_shape`.
+        `leaf.shard_local_shape`; of a `Quantised` also its scale, which is whole on every rank.
     """
+    if isinstance(x, Quantised):
+        return Quantised(take(x.value, leaf), x.scale)
+    if leaf.resident:
+        return x
     if leaf.axis is None:
         return x.reshape(leaf.shard_local_shape)
     rank = jax.lax.axis_index(leaf.axis)
@@ -97,11 +102,11 @@ def mean_of_sums(shard: Array, leaf: Leaf, *, replica: Sequence[str] = ()) -> Ar
     return (jax.lax.psum(total, owed) if owed else total) / ranks
 
 
-def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying", "invarying"] = "varying") -> Array:
+def gather(shard: Any, leaf: Leaf, *, dtype: Any = None, to: Literal["varying", "invarying"] = "varying") -> Any:
     """Phase 3: the full leaf from its shards.
 
     Args:
-        shard: `leaf.shard_local_shape`.
+        shard: `leaf.shard_local_shape`; or a `Quantised`, which crosses the wire as bytes, its scale not at all.
         leaf: the plan.
         dtype: dtype on the wire (Apex: `param_sync_dtype`); default: the shard's own.
         to: "varying" where autodiff should see a copy per rank; "invarying" where the result leaves the manual region
@@ -110,6 +115,9 @@ def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying"
     Returns:
         `leaf.local_shape`, in the wire's dtype.
     """
+    if isinstance(shard, Quantised):
+        full = gather(jax.lax.bitcast_convert_type(shard.value, jnp.uint8), leaf, to=to)
+        return Quantised(jax.lax.bitcast_convert_type(full, shard.value.dtype), shard.scale)
     if leaf.resident and leaf.spec[leaf.split or 0][-1] != leaf.axis:
         raise ValueError(
             f"{leaf.path}: its dimension {leaf.split} is split over {leaf.spec[leaf.split or 0]}, so a gather over "
@@ -126,6 +134,27 @@ def gather(shard: Array, leaf: Leaf, *, dtype: Any = None, to: Literal["varying"
         lead, size = _lead_and_size(leaf)
         x = x.reshape(*lead, leaf.ranks * leaf.flat_size)[..., :size]
     return x.reshape(leaf.local_shape)
+
+
+def share(new: Any, update: Array, old: Any, leaf: Leaf, wire: Any, *, direct: bool) -> Any:
+    """Phase 3 of one leaf: on every rank the new parameter, or the update that leads to it.
+
+    Args:
+        new: the new parameter's shard.
+        update: the shard of what was added.
+        old: the parameter so far, whole unless it is resident.
+        leaf: the plan.
+        wire: dtype on the wire; an integer one carries bits.
+        direct: whether the parameter is wanted.
+    """
+    if leaf.quantised:
+        return new if leaf.resident else gather(new, leaf, to="invarying")
+    as_update = not direct and wire == old.dtype == jnp.float32  # old + update is what the owner computed, exactly
+    value = update if as_update else precision.to_wire(new, wire)
+    full = value if leaf.resident else gather(value, leaf, to="invarying")
+    if not as_update:
+        full = precision.from_wire(full, old.dtype)
+    return full if as_update or direct else precision.difference(full, old)
 
 
 def global_norm(shards: Sequence[Array], leaves: Sequence[Leaf]) -> Array:
@@ -186,7 +215,7 @@ def after(first: Any, then: Any) -> Any:
     """
     flat, treedef = jax.tree.flatten(then)
     kinds = [regions.varying_axes(x) for x in flat]
-    for axes in set(kinds):
+    for axes in dict.fromkeys(kinds):  # the same order on every host
         mine = [i for i, own in enumerate(kinds) if own == axes]
         before = [x for x in jax.tree.leaves(first) if regions.varying_axes(x) <= axes]
         _, after = jax.lax.optimization_barrier((before, [flat[i] for i in mine]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.optim import collectives, regions
+from jzero.fp8.parameters import is_quantised
+from jzero.optim import collectives, fp8, regions
 from jzero.optim.partition import Leaf, Plan, owners
 from jzero.optim.storage import state_specs
 from jzero.optim.transformation import ZeroState, ZeroTransformation
@@ -102,7 +104,8 @@ def convert(
         lossy: whether numbers may be rounded, and arrays left out.
 
     Returns:
-        New parameters and state. Loss scale, skipped steps and random numbers go on where both have them.
+        New parameters and state. Loss scale, skipped steps, random numbers, scales of FP8 parameters and their history
+        go on where both have them.
 
     Raises:
         ValueError: as `from_optax`.
@@ -115,15 +118,15 @@ def convert(
         >>> params, state = convert(old, old.init(params), params, new, params)
     """
     values, inner = _sources(old, state, params)
-    made, after = _build(new, dict(inner), dict(values), like, lossy)
+    scales = {name: np.asarray(p.scale) for name, p in _named(params) if is_quantised(p)}
+    made, after = _build(new, dict(inner), dict(values), like, lossy, scales)
     kept = {}
-    for field in ("guard", "rounding"):
+    looks = lambda tree: (jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)])
+    for field in ("guard", "rounding", "fp8"):
         before, now = getattr(state, field), getattr(after, field)
-        if jax.tree.structure(before) == jax.tree.structure(now):
+        if looks(before) == looks(now):
             kept[field] = jax.tree.map(lambda x, y: jax.device_put(np.asarray(x), y.sharding), before, now)
-    return made, ZeroState(
-        after.master, after.inner, after.plan, **{"rounding": after.rounding, "guard": after.guard} | kept
-    )
+    return made, dataclasses.replace(after, **kept)
 
 
 def from_shards(tx: ZeroTransformation, values: Any, like: Any) -> tuple[Any, ZeroState]:
@@ -149,25 +152,34 @@ def from_shards(tx: ZeroTransformation, values: Any, like: Any) -> tuple[Any, Ze
     core, plan = tx.core, tx.plan(like)
 
     def build(values: list[Array]) -> tuple[list[Array], ZeroState]:
-        new = [core.storage.sent(n, leaf) for n, leaf in zip(values, plan.leaves, strict=True)]
+        new = _narrowed(core, values, plan)
         inner = core.transformation(plan).init(plan.unflatten(values))
         state = core.encode(values, new, inner, plan, core.storage.first_key())
-        return _whole(new, plan), dataclasses.replace(state, guard=core.first_guard())
+        return _whole(new, plan), core.before_steps(state, new)
 
-    shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_spec"))
+    shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_specs"))
     made, state = regions.enter(build, core.mesh, (shards,), (params, core.specs(plan)))(plan.flatten(values, "values"))
     return plan.unflatten(made), state
 
 
-def _whole(shards: list[Array], plan: Plan) -> list[Array]:
+def _narrowed(
+    core: Any, values: list[Array], plan: Plan, given: Mapping[int, Array] = MappingProxyType({})
+) -> list[Any]:
+    """Float32 shards in the types of the parameters; FP8 ones with the scales given by number, or with their own."""
+    scales = fp8.fresh(values, plan, core.fp8_recipe, given)
+    each = zip(values, plan.leaves, scales, strict=True)
+    return [fp8.quantise(n, s) if leaf.quantised else core.storage.sent(n, leaf) for n, leaf, s in each]
+
+
+def _whole(shards: list[Any], plan: Plan) -> list[Any]:
     """Shards as parameters: gathered, but for those that are stored so."""
     pairs = zip(shards, plan.leaves, strict=True)
     return [p if leaf.resident else collectives.gather(p, leaf, to="invarying") for p, leaf in pairs]
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Arrays by name: "0/mu/w"."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    """Arrays, and FP8 parameters, by name: "0/mu/w"."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised):
         yield jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"), x
 
 
@@ -182,17 +194,17 @@ def _sources(
     abstract = core.abstract_inner(plan)
     slots = core.slots(plan)
 
-    def decode(state: ZeroState, params: list[Array]) -> tuple[list[Array], list[Array]]:
+    def decode(state: ZeroState, params: list[Any]) -> tuple[list[Array], list[Array]]:
         masters = plan.flatten(state.master, "master")
-        own = [p if leaf.resident else collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+        own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
         whole = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, own, plan.leaves, strict=True)]
         return whole, jax.tree.leaves(core.storage.decode(state.inner, slots))
 
-    specs, own = core.specs(plan), [leaf.param_spec for leaf in plan.leaves]
+    specs, own = core.specs(plan), [leaf.param_specs for leaf in plan.leaves]
     inner_specs = jax.tree.leaves(state_specs(abstract, plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
     out_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs)
     program = regions.enter(decode, core.mesh, (specs, own), out_specs)
-    arrived = ZeroState(state.master, state.inner, plan, state.rounding, state.guard)
+    arrived = dataclasses.replace(state, plan=plan)
     values, inner = program(arrived, plan.flatten(params, "params"))
     names = [name for name, _ in _named(plan.unflatten(plan.leaves))]
     pick = lambda x, leaf: functools.partial(_fetch, x, leaf, core.mesh)
@@ -222,8 +234,14 @@ def _gathering(leaf: Leaf | None, mesh: Mesh) -> Callable[[Array], Array]:
 
 
 def _build(
-    tx: ZeroTransformation, inner: Mapping[str, Fetch], params: Mapping[str, Fetch], like: Any, lossy: bool
+    tx: ZeroTransformation,
+    inner: Mapping[str, Fetch],
+    params: Mapping[str, Fetch],
+    like: Any,
+    lossy: bool,
+    scales: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[Any, ZeroState]:
+    """Parameters and state; FP8 parameters are cast with these scales, by name, or with those of their values."""
     core, plan = tx.core, tx.plan(like)
     abstract = core.abstract_inner(plan)
     names = [name for name, _ in _named(plan.unflatten(plan.leaves))]
@@ -234,7 +252,10 @@ def _build(
     values = [_place(name, params, leaf, np.float32, core.mesh) for name, leaf in zip(names, plan.leaves, strict=True)]
     pairs = zip(inner_names, jax.tree.leaves(abstract), owners(abstract, plan), strict=True)
     arrays = [_place(name, inner, leaf or x, x.dtype, core.mesh) for name, x, leaf in pairs]
-    made, state, errors = _encoding(core, plan)(values, arrays)
+    scales = scales or {}
+    fits = {i: name for i, name in enumerate(names) if name in scales and scales[name].shape == plan.leaves[i].layers}
+    known = {i: scales[fits[i]] for i in fp8.numbers(plan) if i in fits}
+    made, state, errors = _encoding(core, plan, tuple(known))(values, arrays, known)
     if not lossy:
         stored = [f"parameter {name}" for name in names] + [f"state {name}" for name in inner_names]
         for name, error in zip(stored, np.asarray(errors), strict=True):
@@ -275,15 +296,18 @@ def _cutting(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
     return regions.enter(lambda x: collectives.take(x, leaf), mesh, (leaf.param_spec,), leaf.shard_spec)
 
 
-def _encoding(core: Any, plan: Any) -> Callable[..., tuple[list[Array], ZeroState, Array]]:
-    """(masters, arrays of the inner state) -> parameters, state, and by how much each array was rounded."""
+def _encoding(core: Any, plan: Any, known: tuple[int, ...]) -> Callable[..., tuple[list[Any], ZeroState, Array]]:
+    """(masters, arrays of the inner state, scales by number) -> parameters, state, by how much each array was rounded.
+
+    `known`: the numbers of the FP8 parameters whose scales are given.
+    """
     abstract = core.abstract_inner(plan)
     treedef = jax.tree.structure(abstract)
 
-    def build(values: list[Array], arrays: list[Array]) -> tuple[list[Array], ZeroState, Array]:
-        new = [core.storage.sent(n, leaf) for n, leaf in zip(values, plan.leaves, strict=True)]
+    def build(values: list[Array], arrays: list[Array], given: dict[int, Array]) -> tuple[list[Any], ZeroState, Array]:
+        new = _narrowed(core, values, plan, given)
         state = core.encode(values, new, jax.tree.unflatten(treedef, arrays), plan, core.storage.first_key())
-        state = ZeroState(state.master, state.inner, plan, state.rounding, core.first_guard())
+        state = core.before_steps(state, new)
         masters = plan.flatten(state.master, "master")
         read = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, new, plan.leaves, strict=True)]
         read += jax.tree.leaves(core.storage.decode(state.inner, core.slots(plan)))
@@ -292,8 +316,8 @@ def _encoding(core: Any, plan: Any) -> Callable[..., tuple[list[Array], ZeroStat
         return _whole(new, plan), state, jax.lax.pmax(errors, core.mesh.axis_names)[:-1]
 
     inner_specs = jax.tree.leaves(state_specs(abstract, plan), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    in_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs)
-    out_specs = ([leaf.param_spec for leaf in plan.leaves], core.specs(plan), PartitionSpec())
+    in_specs = ([leaf.shard_spec for leaf in plan.leaves], inner_specs, {i: plan.leaves[i].layers_spec for i in known})
+    out_specs = ([leaf.param_specs for leaf in plan.leaves], core.specs(plan), PartitionSpec())
     return regions.enter(build, core.mesh, in_specs, out_specs)
 
 

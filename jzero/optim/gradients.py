@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero.fp8.numerics import Quantised
+from jzero.fp8.parameters import is_quantised
 from jzero.optim import collectives, regions
 from jzero.optim.partition import Leaf, Plan
 
@@ -199,6 +201,11 @@ def numeric(extra: dict[str, Any]) -> dict[str, Any]:
 
 def check_parameter(p: Any, leaf: Leaf) -> None:
     """Refuse a parameter of another shape or dtype than the one given to init."""
+    if leaf.quantised != is_quantised(p):
+        kinds = ("a plain array", "an FP8 parameter")
+        found, expected = kinds[is_quantised(p)], kinds[leaf.quantised]
+        raise ValueError(f"parameter of {leaf.path}: expected {expected} as given to init, found {found}")
+    p = p.value if is_quantised(p) else p
     check_shape(p, leaf, "parameter")
     if jax.dtypes.canonicalize_dtype(p.dtype) != leaf.dtype:
         raise ValueError(f"parameter of {leaf.path}: expected dtype {leaf.dtype} as given to init, found {p.dtype}")
@@ -215,7 +222,7 @@ def prepare(
     grads: Any, plan: Plan, replica: Sequence[str], declared: str, dtype: Any, mesh: Mesh
 ) -> tuple[list[Array], tuple[Kind, ...]]:
     """What comes before phase 1: every gradient checked, its kind told, and laid out for the step's region."""
-    nodes = plan.flatten(grads, "gradients")
+    nodes = [_of_value(g, leaf) for g, leaf in zip(plan.flatten(grads, "gradients"), plan.leaves, strict=True)]
     pairs = list(zip(nodes, plan.leaves, strict=True))
     for g, leaf in pairs:
         _check_region(leaf)
@@ -228,6 +235,17 @@ def prepare(
         for (g, leaf), kind in zip(pairs, kinds, strict=True)
     ]
     return values, kinds
+
+
+def _of_value(g: Any, leaf: Leaf) -> Any:
+    """The gradient of an FP8 parameter as an array; `jax.grad` gives one of its value and one of its scale."""
+    g = g.value if isinstance(g, Quantised) else g
+    if leaf.quantised and not is_scattered(g) and g.dtype.itemsize == 1:
+        raise ValueError(
+            f"gradient of {leaf.path}: expected 16 or 32 bits, found {g.dtype}, rounded without a scale; use the FP8 "
+            "parameter through jzero.fp8.dot.dot or jzero.fp8.dequantise"
+        )
+    return g
 
 
 def _check_region(leaf: Leaf) -> None:

@@ -17,12 +17,12 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jzero.optim import collectives, regions
+from jzero.optim import collectives, fp8, regions
 from jzero.optim.partition import Leaf, Plan
 
 TOLERANCES = {"fp32": 2.0**-20, "scaled_fp16": 2.0**-7}
 """Of the leaf's largest parameter: float32 rounds `old + (new - old)` where `new` is far smaller than `old`; a scaled
-master is itself rounded after the parameter was."""
+master is itself rounded after the parameter was. That may take an FP8 parameter to the next value: 2^-3 of it."""
 
 
 def check(core: Any, params: Any, state: Any) -> None:
@@ -35,7 +35,9 @@ def check(core: Any, params: Any, state: Any) -> None:
     program = _program(core, plan, tuple(kept))
     differences, largest = jax.device_get(program([flat[i] for i in kept], [stored[i] for i in kept]))
     for i, difference, size in zip(kept, differences, largest, strict=True):
-        if not difference <= TOLERANCES[core.storage.mode(plan.leaves[i])] * size:
+        mode = core.storage.mode(plan.leaves[i])
+        tolerance = 2.0**-3 if plan.leaves[i].quantised and mode == "scaled_fp16" else TOLERANCES[mode]
+        if not difference <= tolerance * size:
             raise ValueError(
                 f"{plan.leaves[i].path}: the parameter differs by up to {difference:.3g} from what its "
                 "master rounds to, so something changed updates or parameters after zero; put every transformation "
@@ -59,15 +61,16 @@ def _program(core: Any, plan: Plan, kept: tuple[int, ...]) -> Any:
         return whole[0], whole[1]
 
     specs = [jax.tree.map(lambda _, leaf=leaf: leaf.shard_spec, core.storage.abstract_master(leaf)) for leaf in leaves]
-    in_specs = ([leaf.param_spec for leaf in leaves], specs)
+    in_specs = ([leaf.param_specs for leaf in leaves], specs)
     return regions.enter(compare, core.mesh, in_specs, (PartitionSpec(), PartitionSpec()))
 
 
-def _difference(core: Any, p: Array, master: Any, leaf: Leaf) -> tuple[Array, Array]:
+def _difference(core: Any, p: Any, master: Any, leaf: Leaf) -> tuple[Array, Array]:
     """Largest difference and largest magnitude on this rank."""
-    shard = p if leaf.resident else collectives.take(p, leaf)
-    own, storage = shard.astype(jnp.float32), core.storage
-    expected = storage.sent(storage.whole(master, shard, leaf), leaf).astype(jnp.float32)
+    shard = collectives.take(p, leaf)
+    own, storage = fp8.float32(shard), core.storage
+    value = storage.whole(master, shard, leaf)
+    expected = fp8.float32(fp8.quantise(value, shard.scale) if leaf.quantised else storage.sent(value, leaf))
     same = (own == expected) | (jnp.isnan(own) & jnp.isnan(expected))
     difference = jnp.where(same, 0.0, jnp.nan_to_num(jnp.abs(own - expected), nan=jnp.inf))
     finite = jnp.where(jnp.isfinite(own), jnp.abs(own), 0.0)

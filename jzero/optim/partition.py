@@ -29,6 +29,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jzero.fp8.numerics import Quantised
+from jzero.fp8.parameters import is_quantised
 from jzero.optim.precision import Scaled
 
 Spec = tuple[tuple[str, ...], ...]
@@ -50,6 +52,7 @@ class Leaf:
         stacked: leading dimensions that enumerate layers; they are never split or flattened.
         others: sizes of the mesh axes in `spec` but `axis`, per dimension.
         resident: the parameter itself is stored as a shard (`spec` contains `axis`).
+        quantised: the parameter is `Quantised`: FP8 values of this shape, and a scale per layer.
     """
 
     path: str
@@ -62,6 +65,7 @@ class Leaf:
     stacked: int
     others: tuple[int, ...]
     resident: bool = False
+    quantised: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -131,6 +135,26 @@ class Leaf:
         return _partition_spec(self.spec)
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Global shape of what there is one of per layer, the scale of an FP8 parameter: the stacked dimensions."""
+        return self.shape[: self.stacked]
+
+    @property
+    def layers_spec(self) -> PartitionSpec:
+        """Sharding of what there is one of per layer."""
+        return _partition_spec(self.spec[: self.stacked])
+
+    @property
+    def param_specs(self) -> Any:
+        """`param_spec`; of an FP8 parameter, those of its value and its scale."""
+        return Quantised(self.param_spec, self.layers_spec) if self.quantised else self.param_spec
+
+    @property
+    def shard_specs(self) -> Any:
+        """`shard_spec`; of an FP8 parameter, those of its value and its scale."""
+        return Quantised(self.shard_spec, self.layers_spec) if self.quantised else self.shard_spec
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis over which the shards differ."""
         own = () if self.axis is None or self.resident else (self.axis,)
@@ -162,11 +186,11 @@ class Plan(NamedTuple):
 
     def like(self, params: Any) -> Plan:
         """This plan for the same leaves in other nodes: NNX gives Variables to `init`, and to `update` their arrays."""
-        treedef = jax.tree.structure(params)
+        named, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)
         if treedef == self.treedef:
             return self
         plain = lambda path: path.replace(".value", "")
-        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        names = [jax.tree_util.keystr(path) for path, _ in named]
         alike = [plain(name) for name in names] == [plain(leaf.path) for leaf in self.leaves]
         return self._replace(treedef=treedef) if alike else self
 
@@ -205,7 +229,8 @@ def owners(state: Any, plan: Plan) -> list[Leaf | None]:
 
 
 def _structure_message(plan: Plan, tree: Any, what: str) -> str:
-    found = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
+    found = {jax.tree_util.keystr(path) for path, _ in named}
     expected = [leaf.path for leaf in plan.leaves]
     missing = [path for path in expected if path not in found]
     extra = sorted(found - set(expected))
@@ -227,11 +252,12 @@ def make_plan(
     """Decide for every leaf of `params` how it is split.
 
     Args:
-        params: tree of arrays or `jax.ShapeDtypeStruct`s of floating dtype.
+        params: tree of arrays or `jax.ShapeDtypeStruct`s of floating dtype, or `Quantised` ones.
         mesh: the device mesh.
         axis: the mesh axis that shards the state; None shards nothing.
         param_specs: tree of `PartitionSpec`s (a prefix of `params` will do); default: read from each array's sharding.
-        stacked: function from a leaf's path to its number of leading layer dimensions; default 0 everywhere.
+        stacked: function from a leaf's path to its number of leading layer dimensions; default 0, or that of the scale
+            of an FP8 parameter.
         share: split a dimension that other axes split too, rather than flatten a leaf. For shards that are used in
             regions over the whole mesh.
 
@@ -247,17 +273,39 @@ def make_plan(
     """
     if axis is not None and axis not in mesh.shape:
         raise ValueError(f"axis '{axis}': expected one of the mesh's axes {mesh.axis_names}; choose one of them")
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)
     specs: list[Any] = [None] * len(flat)
     if param_specs is not None:
-        is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
-        specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=is_spec), is_leaf=is_spec)
+        is_spec = lambda x: x is None or isinstance(x, PartitionSpec | Quantised)
+        like = treedef.unflatten(range(len(flat)))
+        specs = jax.tree.leaves(jax.tree.broadcast(param_specs, like, is_leaf=is_spec), is_leaf=is_spec)
     leaves = []
     for (path, value), spec in zip(flat, specs, strict=True):
         name = jax.tree_util.keystr(path)
-        lead = stacked(name) if stacked else 0
-        leaves.append(_plan_leaf(name, value, _own_spec(name, value, spec, mesh), mesh, axis, lead, share))
+        lead = stacked(name) if stacked else None
+        if fp8 := is_quantised(value):
+            lead, value = _checked_layers(name, value, lead), value.value
+        own = _own_spec(name, value, spec.value if is_quantised(spec) else spec, mesh)
+        leaf = _plan_leaf(name, value, own, mesh, axis, lead or 0, share)
+        leaves.append(dataclasses.replace(leaf, quantised=fp8))
     return Plan(tuple(leaves), treedef)
+
+
+def _checked_layers(path: str, x: Quantised, stacked: int | None) -> int:
+    """The number of stacked dimensions of an FP8 parameter: one scale per layer tells it."""
+    value, scale = x
+    if value.dtype != jax.numpy.float8_e4m3fn or scale.dtype != jax.numpy.float32:
+        raise ValueError(
+            f"{path}: expected an FP8 parameter Quantised(float8_e4m3fn, float32), found "
+            f"Quantised({value.dtype}, {scale.dtype}); make it with jzero.fp8.quantise"
+        )
+    layers = scale.ndim if stacked is None else stacked
+    if scale.shape != value.shape[:layers]:
+        raise ValueError(
+            f"{path}: expected one scale per layer, {list(value.shape[:layers])}, found {list(scale.shape)}; give "
+            "jzero.fp8.quantise and zero the same `stacked`"
+        )
+    return layers
 
 
 def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> Spec:

@@ -69,6 +69,10 @@ def partition_report(state: Any, storage: Storage, slots: Sequence[Slot]) -> Par
     for stored, leaf in zip(state.plan.flatten(state.master, "master"), state.plan.leaves, strict=True):
         for x in jax.tree.leaves(stored):
             add(x, leaf)
+    for tree in state.fp8[:2] if state.fp8 else ():  # scales and history of the FP8 parameters
+        for stored, leaf in zip(state.plan.flatten(tree, "fp8"), state.plan.leaves, strict=True):
+            for x in jax.tree.leaves(stored):
+                add(x, leaf)
     return PartitionReport(
         ReportRow(
             leaf.path,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jzero.optim import precision
+from jzero.optim import fp8, precision
 from jzero.optim.partition import Plan
 from jzero.optim.storage import Slot, Storage
 
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     shards: list[Array]  # gradients, float32
     masters: list[Any]  # as stored
     inner: Any  # as stored
-    params: list[Array]  # shards
+    params: list[Any]  # shards
 
 
 class Scales(NamedTuple):
@@ -37,6 +37,7 @@ class Scales(NamedTuple):
 
     masters: Sequence[Any]  # per parameter
     inner: Sequence[Any]  # per array of the inner state
+    amaxes: Sequence[Any] | None = None  # `fp8.amaxes` of the new values, where pass 1 computed them
 
 
 def of(values: Sequence[Array], inner: Any, storage: Storage, slots: Sequence[Slot], plan: Plan) -> Scales:
@@ -44,7 +45,8 @@ def of(values: Sequence[Array], inner: Any, storage: Storage, slots: Sequence[Sl
     codecs = [storage.master_codec(leaf) for leaf in plan.leaves]
     masters = [c.measure(n) if c else None for c, n in zip(codecs, values, strict=True)]
     pairs = zip(jax.tree.leaves(inner), slots, strict=True)
-    return Scales(masters, [slot.codec.measure(x.astype(jnp.float32)) if slot.codec else None for x, slot in pairs])
+    moments = [slot.codec.measure(x.astype(jnp.float32)) if slot.codec else None for x, slot in pairs]
+    return Scales(masters, moments, fp8.amaxes(values, plan))
 
 
 def measured(
@@ -79,4 +81,6 @@ def measured(
         (stored[i], params[i], again), (masters[i], own) = jax.lax.optimization_barrier((read, known))
         for j, x, scale in zip(mine, again, own, strict=True):
             arrays[j], moments[j] = x, scale
-    return Inputs(inputs.shards, stored, jax.tree.unflatten(treedef, arrays), params), Scales(masters, moments)
+    return Inputs(inputs.shards, stored, jax.tree.unflatten(treedef, arrays), params), Scales(
+        masters, moments, found.amaxes
+    )

@@ -67,7 +67,9 @@ class Storage:
     # --- masters -----------------------------------------------------------------------------------------------------
 
     def wire(self, leaf: Leaf) -> Any:
-        """The dtype in which a parameter is gathered."""
+        """The dtype in which a parameter is gathered; an FP8 one as it is."""
+        if leaf.quantised:
+            return jnp.dtype(leaf.dtype)
         return self.param_sync_dtype or jnp.dtype(leaf.dtype)
 
     def kept(self, leaf: Leaf) -> Any:
@@ -100,6 +102,11 @@ class Storage:
                 raise ValueError(
                     f"{leaf.path}: param_sync_dtype={wire.name} would carry the bits of a {leaf.dtype} parameter and "
                     "has too few; expected a wider integer, or a floating dtype such as float8_e5m2"
+                )
+            if leaf.quantised and self.master in ("none", "remainder"):
+                raise ValueError(
+                    f"{leaf.path}: master={self.master!r} would leave an FP8 parameter without the value that it is "
+                    "cast from; expected master='auto', 'fp32' or 'scaled_fp16'"
                 )
             if self.master == "none" and kept != leaf.dtype:
                 raise ValueError(

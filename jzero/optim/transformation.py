@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ class ZeroState:
     rounding: Any = dataclasses.field(default_factory=optax.MaskedNode)
     # GuardState: steps skipped, and the loss scale; MaskedNode where no step is ever skipped
     guard: Any = dataclasses.field(default_factory=optax.MaskedNode)
+    # DelayedState of the FP8 parameters: the next scale and the history of each; MaskedNode without
+    fp8: Any = dataclasses.field(default_factory=optax.MaskedNode)
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -37,9 +39,28 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
         """One whole step: `(grads, state, params) -> (new params, new state)`.
 
-        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between.
+        The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between. The
+        only form for FP8 parameters, to which nothing can be added.
         """
         return self.core.run(grads, state, params, extra, direct=True)
+
+    def init_with(self, params: Any, masters: Any) -> ZeroState:
+        """`init` for parameters that are rounded: the masters keep what they are rounded from.
+
+        Args:
+            params: as for `init`.
+            masters: a tree of plain arrays, shaped and sharded as the parameters.
+
+        Example:
+            >>> import jax.numpy as jnp, jzero
+            >>> from jzero import fp8
+            >>> whole = {"w": jnp.full((8, 8), 0.3)}
+            >>> tx = jzero.distributed_fused_adam(1e-3, mesh=jzero.make_mesh(data=-1))
+            >>> state = tx.init_with(fp8.quantise(whole, "w"), whole)
+            >>> round(float(state.master["w"][0, 0]), 6)
+            0.3
+        """
+        return self.core.init(params, masters)
 
     def state_specs(self, params: Any) -> ZeroState:
         """The `PartitionSpec` of every array of the state, as `shard_map`'s in_specs and out_specs take them.
@@ -91,27 +112,32 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         params: Sequence[Array],
         *,
         norm: Array | None = None,
+        gather: Callable[[list[Any]], Any] = lambda new: new,
         **extra: Any,
-    ) -> tuple[list[Array], ZeroState, Array]:
+    ) -> tuple[Any, ZeroState, Array]:
         """Phase 2 alone, for a step that scatters and gathers by itself; inside a manual region over the whole mesh.
 
         Args:
             shards: float32 mean-gradient shards, in the plan's order.
             state: this rank's part of the state.
-            params: this rank's shards of the parameters, in the plan's order.
+            params: this rank's shards of the parameters, in the plan's order; an FP8 one is one `Quantised`.
             norm: the global norm of `shards`, where the caller has taken it; None: it is taken here.
+            gather: what to do with the new shards as soon as they are there. The reduction of the magnitudes of FP8
+                parameters comes after it, so that no gather waits for it.
             **extra: passed to the inner transformation.
 
         Returns:
-            New parameter shards in the parameters' dtype, new state, and the gradients' global norm before clipping.
+            New parameter shards in the parameters' dtype, or what `gather` made of them; new state; and the gradients'
+            global norm before clipping.
         """
         own = self.core.unscaled(shards, state)
         if norm is None:
             unscaled = collectives.global_norm(own, state.plan.leaves)
         else:
             [unscaled] = self.core.unscaled([norm], state)
-        new, _, state = self.core.guarded(own, state, list(params), unscaled, extra, True)
-        return new, state, unscaled
+        then = lambda new, _: gather(new)
+        out, state = self.core.guarded(own, state, list(params), unscaled, extra, then, direct=True)
+        return out, state, unscaled
 
     def scale_loss(self, loss: Array, state: ZeroState) -> Array:
         """The loss whose gradient to give to `update`: float32, multiplied by the dynamic loss scale.

@@ -11,7 +11,7 @@ With d data ranks the state takes 1/d of the memory, the update 1/d of the time,
 many bytes as the all-reduce they replace (Rajbhandari et al., ZeRO, arXiv 1910.02054; Apex DistributedFusedAdam).
 
 How a leaf is cut is in `partition.py`, the collectives in `collectives.py`, the kinds of gradient in `gradients.py`, in
-which precision masters and moments are kept in `storage.py`.
+which precision masters and moments are kept in `storage.py`, FP8 parameters in `fp8.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.optim import chain, checks, collectives, elementwise, gradients, masters, precision, regions, scales
+from jzero.fp8.parameters import PerTensor, checked
+from jzero.fp8.recipes import DelayedScaling
+from jzero.optim import chain, checks, collectives, elementwise, fp8, gradients, masters, precision, regions, scales
 from jzero.optim.gradients import KINDS
 from jzero.optim.loss_scale import DynamicLossScale, Guard, make_guard
-from jzero.optim.partition import Leaf, Plan, make_plan
+from jzero.optim.partition import Plan, make_plan
 from jzero.optim.storage import Keys, Slot, StateDtype, Storage, state_specs
 from jzero.optim.transformation import ZeroState, ZeroTransformation
 
@@ -54,6 +56,7 @@ def zero(
     loss_scale: DynamicLossScale | None = None,
     param_specs: Any = None,
     stacked: Callable[[str], int] | None = None,
+    fp8_recipe: PerTensor | None = None,
 ) -> ZeroTransformation:
     """Shard the state of an elementwise optax transformation over a mesh axis (ZeRO).
 
@@ -69,7 +72,7 @@ def zero(
             bfloat16 parameter lacks; "scaled_fp16" a float16 copy with a scale; "none" nothing, the parameter itself is
             updated. "auto" decides per leaf, as NeMo does: "none" where the parameter and what is gathered of it
             (`param_sync_dtype`) hold float32, or have the very dtype of all state (`state_dtype`); for bfloat16 ones
-            "scaled_fp16" if that is the `state_dtype`, else "remainder"; "fp32" for all others.
+            "scaled_fp16" if that is the `state_dtype`, else "remainder"; "fp32" for all others, FP8 ones among them.
         state_dtype: how the arrays of the inner state are stored: "fp32", "bf16", "fp16", or with a scale per layer of
             each shard "scaled_fp16", "scaled_fp8" (e4m3); one for all, or by field, as
             `{"mu": "scaled_fp8", "nu": "scaled_fp16"}`. The update itself is float32. None: as `inner` keeps them.
@@ -81,7 +84,7 @@ def zero(
         grad_sync_dtype: dtype on the wire of the reduce-scatter, in which shards accumulate (Apex: the same name). Only
             local gradients cross the wire here; for others anything but float32 is an error.
         param_sync_dtype: dtype on the wire of the all-gather; default: the parameter's own. A floating dtype rounds, an
-            integer one carries the bits.
+            integer one carries the bits. FP8 parameters cross it in one byte whatever it is.
         clip_norm: clip by the global norm of the scattered gradients, factor min(1, clip_norm / (norm + 1e-6)).
         skip_nonfinite: skip a step whose global gradient norm is not finite: parameters, moments, step count and
             schedule stay as they are, and `state.guard.skipped` counts it.
@@ -90,6 +93,8 @@ def zero(
         param_specs: tree (or prefix) of the parameters' `PartitionSpec`s; default: each array's own sharding. Needed
             only where `init` cannot see shardings (inside `jit` with Auto axes).
         stacked: function from a leaf's path to its number of leading layer dimensions, which are never split.
+        fp8_recipe: how the scales of FP8 parameters (`jzero.fp8.Quantised` leaves, which may stand among others) are
+            chosen: `DelayedScaling` (the default) or `CurrentScaling`. Such leaves need `step`.
 
     Returns:
         An optax `GradientTransformationExtraArgs` with `step`, `state_specs`, `partition_report` and `update_shards`.
@@ -114,12 +119,13 @@ def zero(
         axis=axis,
         replica=regions.replica_axes(replica_axis, mesh, axis),
         storage=Storage.of(master, state_dtype, param_sync_dtype, stochastic_rounding),
-        gradients=_choice("gradients", gradients, KINDS),
+        gradients=checks.check_choice("gradients", gradients, KINDS),
         grad_sync_dtype=jnp.dtype(grad_sync_dtype or jnp.float32),
         clip_norm=clip_norm,
         guard=make_guard(skip_nonfinite, loss_scale),
         param_specs=param_specs,
         stacked=stacked,
+        fp8_recipe=checked(fp8_recipe or DelayedScaling(), "fp8_recipe"),
     )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm: expected a positive number or None, found {clip_norm}")
@@ -143,6 +149,7 @@ class Zero:
     guard: Guard | None
     param_specs: Any
     stacked: Callable[[str], int] | None
+    fp8_recipe: PerTensor
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -155,8 +162,11 @@ class Zero:
         self.storage.check(plan)
         return plan
 
-    def init(self, params: Any) -> ZeroState:
-        """The initial state; each device computes its own shards. Abstract for `jax.ShapeDtypeStruct`s."""
+    def init(self, params: Any, masters: Any = None) -> ZeroState:
+        """The initial state; each device computes its own shards. Abstract for `jax.ShapeDtypeStruct`s.
+
+        `masters`: a tree of plain arrays, the values that `params` are rounded from; default: the parameters' own.
+        """
         leaves = jax.tree.leaves(params)
         if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return self.abstract_init(params)
@@ -166,19 +176,22 @@ class Zero:
             )
         plan = self.plan(params)
         with regions.naming_closures():
-            return self._init_program(plan)(jax.tree.leaves(params))
+            flat = plan.flatten(params, "params")
+            given = flat if masters is None else plan.flatten(masters, "masters")
+            return self._init_program(plan, masters is not None)(flat, given)
 
     @functools.cache  # noqa: B019  one entry per plan; the transformation lives as long as the program
-    def _init_program(self, plan: Plan) -> Callable[[list[Array]], ZeroState]:
-        def build(params: list[Array]) -> ZeroState:
-            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            whole = [p.astype(jnp.float32) for p in own]
+    def _init_program(self, plan: Plan, given: bool) -> Callable[[list[Array], list[Array]], ZeroState]:
+        def build(params: list[Array], values: list[Array]) -> ZeroState:
+            own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            whole = [fp8.float32(collectives.take(n, leaf)) for n, leaf in zip(values, plan.leaves, strict=True)]
             inner = self.transformation(plan).init(plan.unflatten(whole))
             state = self.encode(whole, own, inner, plan, self.storage.first_key())
-            return dataclasses.replace(state, guard=self.first_guard())
+            return self.before_steps(state, own)
 
-        in_specs = [leaf.param_spec for leaf in plan.leaves]
-        return regions.enter(build, self.mesh, (in_specs,), self.specs(plan))
+        specs = [leaf.param_specs for leaf in plan.leaves]
+        values = [leaf.param_spec for leaf in plan.leaves] if given else specs
+        return regions.enter(build, self.mesh, (specs, values), self.specs(plan))
 
     def abstract_init(self, params: Any) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s with their shardings; allocates nothing."""
@@ -190,7 +203,8 @@ class Zero:
         """A `PartitionSpec` for every array of the state."""
         state = self.abstract(plan)
         scalars = jax.tree.map(lambda _: PartitionSpec(), (state.rounding, state.guard))
-        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars)
+        scaling = fp8.state_specs(plan, self.fp8_recipe)
+        return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars, fp8=scaling)
 
     @functools.cache  # noqa: B019  one entry per plan
     def abstract(self, plan: Plan) -> ZeroState:
@@ -198,7 +212,13 @@ class Zero:
         master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
         inner = self.storage.abstract_inner(self.abstract_inner(plan), self.slots(plan))
         scalars = jax.eval_shape(lambda: (self.storage.first_key(), self.first_guard()))
-        return ZeroState(plan.unflatten(master), inner, plan, *scalars)
+        scaling = fp8.abstract_state(plan, self.fp8_recipe)
+        return ZeroState(plan.unflatten(master), inner, plan, *scalars, fp8=scaling)
+
+    def before_steps(self, state: ZeroState, params: Sequence[Any]) -> ZeroState:
+        """`encode`'s state with what only steps change, as it is before the first one."""
+        scaling = fp8.first_state(state.plan, self.fp8_recipe, params)
+        return dataclasses.replace(state, guard=self.first_guard(), fp8=scaling)
 
     def first_guard(self) -> Any:
         """The state of what skips steps, before the first one."""
@@ -225,7 +245,7 @@ class Zero:
     def encode(
         self,
         values: list[Array],
-        arrived: list[Array],
+        arrived: list[Any],
         inner: Any,
         plan: Plan,
         key: Any,
@@ -258,6 +278,8 @@ class Zero:
         plan = state.plan.like(params)
         ranks = 1 if self.axis is None else self.mesh.shape[self.axis]
         checks.check_state(state, self.abstract(plan), plan, self.axis, ranks)
+        if not direct:
+            checks.check_updates(plan)
         flat = plan.flatten(params, "params")
         for p, leaf in zip(flat, plan.leaves, strict=True):
             gradients.check_parameter(p, leaf)
@@ -280,12 +302,11 @@ class Zero:
         def phases(values: list[Array], state: ZeroState, params: list[Array], extra: dict[str, Any]):
             shards = self.unscaled(self.scatter(values, plan, kinds, bound), state)
             norm = collectives.global_norm(shards, plan.leaves) if self.clip_norm or self.guard else None
-            own = [_shard(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
-            new, updates, state = self.guarded(shards, state, own, norm, extra, direct)
-            with jax.named_scope("zero_gather"):
-                return self.gather(new, updates, params, plan, direct), state
+            own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
+            gather = lambda new, updates: self.gather(new, updates, params, plan, direct)
+            return self.guarded(shards, state, own, norm, extra, gather, direct=direct)
 
-        param_specs = [leaf.param_spec for leaf in plan.leaves]
+        param_specs = [leaf.param_specs for leaf in plan.leaves]
         specs = self.specs(plan)
         extra_specs = {name: PartitionSpec() for name in extra}
         in_specs = (gradients.grad_specs(plan, kinds, bound), specs, param_specs, extra_specs)
@@ -306,29 +327,39 @@ class Zero:
         return self.guard.unscale(shards, state.guard) if self.guard else list(shards)
 
     def guarded(
-        self, shards: list[Array], state: ZeroState, params: list[Array], norm: Any, extra: dict[str, Any], direct: bool
-    ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps."""
+        self, shards: list, state: ZeroState, params: list, norm: Any, extra: dict, gather: Callable, direct: bool
+    ) -> tuple[Any, ZeroState]:
+        """Phase 2, or no change at all where a gradient is not finite and `guard` skips such steps; then phase 3.
+
+        `gather` takes new shards and updates. FP8 parameters get their next scales after it.
+        """
         with jax.named_scope("zero_update"):  # the phases' names in profiles
-            new, flat, after = self.update(shards, state, params, norm, extra, direct=direct)
-        after = dataclasses.replace(after, guard=state.guard)
-        if self.guard is None:
-            return new, flat, after
-        finite, still = jnp.isfinite(norm), [jnp.zeros_like(u) for u in flat]
-        new, flat, after = self.guard.keep(finite, (new, flat, after), (list(params), still, state))
-        return new, flat, dataclasses.replace(after, guard=self.guard.next(state.guard, finite))
+            new, flat, after, amaxes = self.update(shards, state, params, norm, extra, direct=direct)
+        after, keep = dataclasses.replace(after, guard=state.guard), lambda new, old: new
+        if self.guard is not None:
+            finite, still = jnp.isfinite(norm), [jnp.zeros_like(u) for u in flat]
+            keep = functools.partial(self.guard.keep, finite)
+            new, flat, after = keep((new, flat, after), (list(params), still, state))
+            after = dataclasses.replace(after, guard=self.guard.next(state.guard, finite))
+        with jax.named_scope("zero_gather"):
+            out = gather(new, flat)
+        scaling = fp8.next_state(amaxes, state.fp8, state.plan, self.fp8_recipe, behind=out)
+        return out, dataclasses.replace(after, fp8=keep(scaling, state.fp8))
 
     def update(
         self,
         shards: list[Array],
         state: ZeroState,
-        params: list[Array],
+        params: list[Any],
         norm: Array | None,
         extra: dict[str, Any],
         *,
         direct: bool,
-    ) -> tuple[list[Array], list[Array], ZeroState]:
-        """Phase 2: decode, clip, run the inner transformation, encode. Returns new parameters, updates, state."""
+    ) -> tuple[list[Any], list[Array], ZeroState, dict[int, Array]]:
+        """Phase 2: decode, clip, run the inner transformation, encode.
+
+        Returns new parameters, updates, the state but for what `fp8.next_state` makes of the fourth result.
+        """
         plan, tx = state.plan, self.transformation(state.plan)
         if self.clip_norm and norm is not None:
             factor = chain.clip_factor(norm, self.clip_norm)
@@ -345,36 +376,19 @@ class Zero:
         read = scales.Inputs(shards, plan.flatten(state.master, "master"), state.inner, params)
         read, known = scales.measured(compute, read, self.storage, self.slots(plan), plan)
         values, flat, inner = compute(read)
-        keys = self.storage.keys(state.rounding, self.mesh.axis_names)
-        pairs = enumerate(zip(values, plan.leaves, strict=True), start=len(self.slots(plan)))
-        new = [self.storage.sent(n, leaf, keys and keys.of(i, leaf)) for i, (n, leaf) in pairs]
+        amaxes = known.amaxes or fp8.amaxes(values, plan)
+        eight_bit, pending = fp8.cast(values, amaxes, read.params, state.fp8, plan, self.fp8_recipe)
+        keys, first = self.storage.keys(state.rounding, self.mesh.axis_names), len(self.slots(plan))
+        pairs = enumerate(zip(values, plan.leaves, strict=True))
+        new = [
+            eight_bit.get(i) or self.storage.sent(n, leaf, keys and keys.of(first + i, leaf)) for i, (n, leaf) in pairs
+        ]
         arrived = new if direct else [precision.applied(n, p) for n, p in zip(new, params, strict=True)]
         key = self.storage.next_key(state.rounding)
-        return new, flat, self.encode(values, arrived, inner, plan, key, known, keys)
+        after = self.encode(values, arrived, inner, plan, key, known, keys)
+        return new, flat, dataclasses.replace(after, fp8=state.fp8), pending
 
-    def gather(
-        self, new: list[Array], updates: list[Array], params: list[Array], plan: Plan, direct: bool
-    ) -> list[Array]:
+    def gather(self, new: list[Any], updates: list[Array], params: list[Any], plan: Plan, direct: bool) -> list[Any]:
         """Phase 3: what every rank needs, from the shards: new parameters, or updates that lead to them."""
-        out = []
-        for n, u, p, leaf in zip(new, updates, params, plan.leaves, strict=True):
-            wire = self.storage.wire(leaf)
-            as_update = (
-                not direct and wire == p.dtype == jnp.float32
-            )  # p + u is what the shard's owner computed, exactly
-            value = u if as_update else precision.to_wire(n, wire)
-            full = value if leaf.resident else collectives.gather(value, leaf, to="invarying")
-            if not as_update:
-                full = precision.from_wire(full, p.dtype)
-            out.append(full if as_update or direct else precision.difference(full, p))
-        return out
-
-
-def _shard(p: Array, leaf: Leaf) -> Array:
-    return p if leaf.resident else collectives.take(p, leaf)
-
-
-def _choice(option: str, value: str, choices: Sequence[str]) -> str:
-    if value not in choices:
-        raise ValueError(f"{option}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
-    return value
+        each = zip(new, updates, params, plan.leaves, strict=True)
+        return [collectives.share(n, u, p, leaf, self.storage.wire(leaf), direct=direct) for n, u, p, leaf in each]

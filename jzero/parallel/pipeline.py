@@ -29,6 +29,8 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.errors import JzeroError
+from jzero.fp8.parameters import as_arrays
+from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
 from jzero.parallel.stack import at, take_apart
 from jzero.parallel.timetable import IDLE, Timetable, Work, forward_passes, timetable
@@ -91,6 +93,23 @@ class Pipeline:
         """The sums over all stages, the same on each."""
         return jax.lax.psum(tree, AXIS) if self.axes else tree
 
+    def own_layers(self, x: Array) -> Array:
+        """This stage's entries [V l, ...] of an array [L, ...] that every stage has whole."""
+        if self.size == 1:
+            return x
+        places = x.reshape(self.chunks, self.size, -1, *x.shape[1:])
+        own = jax.lax.dynamic_index_in_dim(places, jax.lax.axis_index(AXIS), 1, keepdims=False)
+        return own.reshape(-1, *x.shape[1:])
+
+    def in_place(self, own: Array) -> Array:
+        """The inverse of `own_layers`: [V l, ...] -> [L, ...], with zeros for the layers of other stages."""
+        if self.size == 1:
+            return own
+        pieces = own.reshape(self.chunks, 1, -1, *own.shape[1:])
+        others = jnp.zeros((self.chunks, self.size, *pieces.shape[2:]), own.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(others, pieces, jax.lax.axis_index(AXIS), 1)
+        return whole.reshape(-1, *own.shape[1:])
+
     def send(self, x: Array, stages: int = 1) -> Array:
         """What the stage `stages` before this one has; the first follows the last."""
         return jax.lax.ppermute(x, AXIS, [(i, (i + stages) % self.size) for i in range(self.size)])
@@ -135,7 +154,7 @@ class Model(NamedTuple):
     """The model as stages run it. `batch` is one micro-batch, a dict of arrays [B, ...]."""
 
     embed: Callable[[Any, Any], Array]  # (outer, batch) -> x [B, T, D]
-    block: Callable[[Any, Array, Any, Array], Array]  # (a layer's weights, x, batch, its number) -> x
+    block: Callable[[Any, Array, Any, Array, Any], Array]  # (a layer's weights, x, batch, its number, slots) -> x
     finish: Callable[[Any, Array, Any], Any]  # (outer, x, batch) -> what is summed over micro-batches: the loss
 
 
@@ -145,6 +164,7 @@ class Sums(NamedTuple):
     loss: Array  # float32 []
     outer: Any  # gradients of the parameters outside of the layers
     layers: Any  # gradients of this stage's layers, each [V l, ...]
+    seen: Slots | None = None  # what they found in their FP8 products, each [V l, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,17 +175,21 @@ class Stage:
         pipeline: the axis.
         model: the model's functions.
         outer: the parameters outside of the layers, varying over the axis.
-        layer: (number of a layer among this stage's [V l]) -> its weights, whole.
+        layer: (number among this stage's [V l], after=None) -> a layer's weights, whole; on CPU made after `after`.
         count: V l, the number of this stage's layers.
         in_order: (first, then) -> `then`, which on CPU waits for `first`; see `collectives.after`.
+        gathers: whether `layer` gathers shards.
+        slots: of this stage's FP8 products, each [V l, ...], varying as activations do; None: there are none.
     """
 
     pipeline: Pipeline
     model: Model
     outer: Any
-    layer: Callable[[Array], Any]
+    layer: Callable[..., Any]
     count: int
     in_order: Callable[[Any, Any], Any]
+    gathers: bool = False
+    slots: Slots | None = None
 
     @property
     def per_chunk(self) -> int:
@@ -228,10 +252,12 @@ def train(
     return sums
 
 
-def _one(stage: Stage, weights: Any, x: Array, batch: Any, number: Array) -> tuple[Array, list[Array], Callable]:
+def _one(
+    stage: Stage, weights: Any, x: Array, batch: Any, number: Array, slots: Any
+) -> tuple[Array, list[Array], Callable]:
     """A layer's output, and its VJP taken apart: its arrays but the known ones, and how to put it together again."""
-    y, vjp = jax.vjp(lambda w, x: stage.model.block(w, x, batch, number), weights, x)
-    return y, *take_apart(vjp, (weights, batch, number))
+    y, vjp = jax.vjp(lambda w, x, slots: stage.model.block(w, x, batch, number, slots), weights, x, slots)
+    return y, *take_apart(vjp, (weights, batch, number, slots))
 
 
 def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
@@ -241,7 +267,7 @@ def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
     def run() -> list[Array]:
         zero = jnp.int32(0)
         number = stage.number(Work(zero, zero, zero), zero)
-        _, residuals, put_together = _one(stage, stage.layer(zero), x, batch, number)
+        _, residuals, put_together = _one(stage, stage.layer(zero), x, batch, number, at(stage.slots, zero))
         rebuild.append(put_together)
         return residuals
 
@@ -252,15 +278,34 @@ def _forward(stage: Stage, work: Work, x: Array, ring: list[Array], batches: Any
     """A chunk's forward pass: its output, and the ring with what its backward pass needs."""
     batch = at(batches, work.micro_batch)
 
-    def body(carry: tuple[Array, list[Array]], j: Array) -> tuple[tuple[Array, list[Array]], None]:
+    def body(carry: tuple[Array, list[Array]], weights: Any, j: Array) -> tuple[Array, list[Array]]:
         x, ring = carry
-        weights = stage.layer(work.chunk * stage.per_chunk + j)
-        y, residuals, _ = _one(stage, weights, x, batch, stage.number(work, j))
+        slots = at(stage.slots, work.chunk * stage.per_chunk + j)
+        y, residuals, _ = _one(stage, weights, x, batch, stage.number(work, j), slots)
         put = lambda r, v: r.at[work.slot, j].set(v, mode="promise_in_bounds")
-        return (y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]), None
+        return y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]
 
-    start = stage.enter(work, x, batch), ring
-    return jax.lax.scan(body, start, jnp.arange(stage.per_chunk, dtype=jnp.int32))[0]
+    return _layer_by_layer(stage, work, body, (stage.enter(work, x, batch), ring))
+
+
+def _layer_by_layer(stage: Stage, work: Work, body: Callable[..., Any], carry: Any, *, reverse: bool = False) -> Any:
+    """`carry = body(carry, weights, j)` for the layers j of a chunk; shards are gathered one layer ahead.
+
+    The last layer gathers one more in vain, behind its own compute: taken out of the loop it would be compiled twice.
+    """
+    first, last, step = (stage.per_chunk - 1, 0, -1) if reverse else (0, stage.per_chunk - 1, 1)
+    number = lambda j: work.chunk * stage.per_chunk + j
+    if not stage.gathers or first == last:
+        plain = lambda carry, j: (body(carry, stage.layer(number(j)), j), None)
+        return jax.lax.scan(plain, carry, jnp.arange(stage.per_chunk, dtype=jnp.int32), reverse=reverse)[0]
+
+    def ahead(both: tuple[Any, Any], j: Array) -> tuple[tuple[Any, Any], None]:
+        carry, weights = both
+        following = stage.layer(number(jnp.clip(j + step, 0, stage.per_chunk - 1)))
+        return (body(carry, weights, j), following), None
+
+    start = carry, stage.layer(number(jnp.int32(first)), carry[0])
+    return jax.lax.scan(ahead, start, jnp.arange(stage.per_chunk, dtype=jnp.int32), reverse=reverse)[0][0]
 
 
 def _backward(
@@ -286,21 +331,20 @@ def _backward(
 
     dy, loss, d_outer = when(stage.is_last(work), head, (dy, sums.loss, sums.outer))
 
-    def body(carry: tuple[Array, Any], j: Array) -> tuple[tuple[Array, Any], None]:
-        dy, sums = carry
+    def body(carry: tuple[Array, Any, Any], weights: Any, j: Array) -> tuple[Array, Any, Any]:
+        dy, sums, seen = carry
         n = work.chunk * stage.per_chunk + j
-        known = (stage.layer(n), batch, stage.number(work, j))
-        dw, dx = rebuild(known, [r[work.slot, j] for r in ring])(dy)
-        return (dx, add_layer(sums, n, dw)), None
+        known = (weights, batch, stage.number(work, j), at(stage.slots, n))
+        dw, dx, found = rebuild(known, [r[work.slot, j] for r in ring])(dy)
+        return dx, add_layer(sums, n, as_arrays(dw)), record(seen, n, found)
 
-    numbers = jnp.arange(stage.per_chunk, dtype=jnp.int32)
-    (dx, layers), _ = jax.lax.scan(body, (dy, sums.layers), numbers, reverse=True)
+    dx, layers, seen = _layer_by_layer(stage, work, body, (dy, sums.layers, sums.seen), reverse=True)
 
     def embedding(total: Any) -> Any:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions
         return add_outer(total, jax.vjp(lambda outer: stage.model.embed(outer, batch), wide)[1](dx)[0])
 
-    return dx, Sums(loss, when(stage.is_first(work), embedding, d_outer), layers)
+    return dx, Sums(loss, when(stage.is_first(work), embedding, d_outer), layers, seen)
 
 
 def apply(stage: Stage, batches: Any) -> Any:
@@ -318,9 +362,11 @@ def apply(stage: Stage, batches: Any) -> Any:
 
     def run(work: Work, x: Array, total: Any) -> tuple[Array, Any]:
         batch = at(batches, work.micro_batch)
-        layer = lambda x, j: (
-            stage.model.block(stage.layer(work.chunk * stage.per_chunk + j), x, batch, stage.number(work, j)), None
-        )  # fmt: skip
+
+        def layer(x: Array, j: Array) -> tuple[Array, None]:
+            n = work.chunk * stage.per_chunk + j
+            return stage.model.block(stage.layer(n), x, batch, stage.number(work, j), at(stage.slots, n)), None
+
         y, _ = jax.lax.scan(layer, stage.enter(work, x, batch), jnp.arange(stage.per_chunk, dtype=jnp.int32))
         add = lambda total: jax.tree.map(jnp.add, total, stage.model.finish(stage.outer, y, batch))
         return y, when(stage.is_last(work), add, total)

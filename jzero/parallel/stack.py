@@ -24,12 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jzero.fp8.dot import MEASURED
+from jzero.fp8.parameters import as_arrays, is_quantised
+from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
 from jzero.optim.partition import Leaf
 from jzero.parallel.tensor import AXIS, TensorParallel
 
-Block = Callable[[Any, Array, Array], Array]
-"""One layer: (its weights, x [B, T, D], its number) -> x [B, T, D]."""
+Block = Callable[[Any, Array, Array, Any], Array]
+"""One layer: (its weights, x [B, T, D], its number, its FP8 slots or None) -> x [B, T, D]."""
 
 _ALONE = TensorParallel()
 SUMMED = "projection"
@@ -63,15 +66,16 @@ class DataParallel:
     def whole(self, shards: Any, to: Literal["varying", "invarying"] = "varying") -> Any:
         """Shards -> full weights in their own dtype: each rank's own, or the same on every rank."""
 
-        def one(x: Array, leaf: Leaf) -> Array:
-            full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to).astype(x.dtype)
-            return collectives.vary(full, self.varies(leaf)) if to == "varying" else full
+        def one(x: Any, leaf: Leaf) -> Any:
+            full = collectives.gather(x, leaf, dtype=self.param_dtype, to=to)
+            full = full if leaf.quantised else full.astype(x.dtype)
+            return self._vary(full, leaf) if to == "varying" else full
 
         return self._map(one, shards)
 
     def local(self, weights: Any) -> Any:
         """Weights or shards as they are, marked as varying so that their gradients stay this rank's own."""
-        return self._map(lambda x, leaf: collectives.vary(x, self.varies(leaf)), weights)
+        return self._map(self._vary, weights)
 
     def varies(self, leaf: Leaf) -> tuple[str, ...]:
         """The axes over which a whole weight is marked as varying: its gradient is still to be summed over them."""
@@ -95,8 +99,11 @@ class DataParallel:
             flat[i] = whole
         return treedef.unflatten(flat)
 
-    def _map(self, f: Callable[[Array, Leaf], Array], tree: Any) -> Any:
-        flat, treedef = jax.tree.flatten(tree)
+    def _vary(self, x: Any, leaf: Leaf) -> Any:
+        return jax.tree.map(lambda x: collectives.vary(x, self.varies(leaf)), x)
+
+    def _map(self, f: Callable[[Any, Leaf], Any], tree: Any) -> Any:
+        flat, treedef = jax.tree.flatten(tree, is_leaf=is_quantised)
         return treedef.unflatten([f(x, leaf) for x, leaf in zip(flat, self.leaves, strict=True)])
 
 
@@ -126,9 +133,10 @@ class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass."""
 
     layers: Layers  # whole weights where they are kept, else the shards that forward was given
+    slots: Slots | None  # as forward was given
     residuals: Sequence[Array]  # each [L - 1, ...]: what the VJPs of all layers but the last need, without the weights
-    rebuild: Callable[..., Any] | None  # (weights, residuals) -> a layer's VJP; None where there is only the last layer
-    last: Callable[[Array], tuple[Any, Array]]  # the last layer's VJP
+    rebuild: Callable[..., Any] | None  # ((weights, slots), residuals) -> a layer's VJP; None: there is but the last
+    last: Callable[[Array], tuple[Any, Array, Any]]  # the last layer's VJP: of its weights, x and slots
 
 
 def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block:
@@ -138,12 +146,13 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
         block: one layer.
         granularity: None keeps the results of matrix products and recomputes what is elementwise; "selective" keeps
             what the model names and recomputes the rest (Korthikanti et al., arXiv 2205.05198); "full" keeps only the
-            input. Of a product that is summed over the tensor axis, what the model names is kept: the sum.
+            input. Of a product that is summed over the tensor axis, what the model names is kept: the sum. Of FP8
+            products the amaxes are kept too.
         selective: the `jax.checkpoint` policy of "selective".
     """
     policies = {
         None: jax.checkpoint_policies.save_from_both_policies(
-            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SUMMED)
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SUMMED, MEASURED)
         ),
         "selective": selective,
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -151,7 +160,9 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
     return jax.checkpoint(block, policy=policies[granularity], prevent_cse=False)
 
 
-def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, keep: bool) -> tuple[Array, Saved]:
+def forward(
+    block: Block, layers: Layers, x: Array, parallel: DataParallel, *, keep: bool, slots: Slots | None = None
+) -> tuple[Array, Saved]:
     """Run all layers and keep what `backward` needs. Shards are gathered one layer ahead.
 
     Args:
@@ -160,6 +171,7 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
         x: [B, T, D].
         parallel: the plan of the stacked weights.
         keep: whether gathered weights are kept for the backward pass (and for further micro-batches).
+        slots: of the layers' FP8 products, each [L, ...], varying as x does; None: there are none.
 
     Returns:
         Output of the last layer [B, T, D], and what to hand to `backward`.
@@ -172,8 +184,9 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
         x, gathered = carry
         following = whole(layers.at(i + 1)) if layers.shards else None
         weights = gathered if layers.shards else layers.at(i)
-        y, vjp = jax.vjp(lambda w, x: block(w, x, i), weights, x)
-        residuals, put_together = take_apart(vjp, weights)
+        own = at(slots, i)
+        y, vjp = jax.vjp(lambda w, x, own: block(w, x, i, own), weights, x, own)
+        residuals, put_together = take_apart(vjp, (weights, own))
         rebuild.append(put_together)
         return (y, following), (residuals, weights if layers.shards and keep else None)
 
@@ -182,15 +195,22 @@ def forward(block: Block, layers: Layers, x: Array, parallel: DataParallel, *, k
         numbers = jnp.arange(final, dtype=jnp.int32)
         (x, gathered), (residuals, kept) = jax.lax.scan(body, (x, gathered), numbers)
     weights = gathered if layers.shards else layers.at(final)
-    y, last = jax.vjp(lambda w, x: block(w, x, jnp.int32(final)), weights, x)
+    y, last = jax.vjp(lambda w, x, own: block(w, x, jnp.int32(final), own), weights, x, at(slots, final))
     if layers.shards and keep:
         layers = Layers(kept, weights) if final else Layers(jax.tree.map(lambda w: w[None], weights))
-    return y, Saved(layers, residuals, rebuild[-1] if final else None, last)
+    return y, Saved(layers, slots, residuals, rebuild[-1] if final else None, last)
 
 
 def backward(
-    saved: Saved, dy: Array, parallel: DataParallel, *, sums: Any, local: Any = None, scatter: bool
-) -> tuple[Array, Any, Any]:
+    saved: Saved,
+    dy: Array,
+    parallel: DataParallel,
+    *,
+    sums: Any,
+    local: Any = None,
+    seen: Slots | None = None,
+    scatter: bool,
+) -> tuple[Array, Any, Any, Slots | None]:
     """Gradients of all layers, last layer first.
 
     A layer's gradient is scattered while the layer before it runs its VJP, and weights that were not kept are gathered
@@ -202,11 +222,12 @@ def backward(
         parallel: the plan of the stacked weights.
         sums: float32 [L, ...], what the gradients are added to: shards where `scatter`, else of full size.
         local: float32 [L, ...] local sums of earlier micro-batches, to be reduced together with this one's; or None.
+        seen: what earlier micro-batches found in their FP8 products, as `slots` of `forward`; None: there are none.
         scatter: reduce each layer's gradient to this rank's shard; otherwise sum it locally.
 
     Returns:
         Cotangent of the input [B, T, D]; the new sums; the first layer's gradient, which `scatter_first` is to reduce
-        (None where nothing is scattered).
+        (None where nothing is scattered); `seen` with this micro-batch.
     """
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
@@ -216,29 +237,31 @@ def backward(
     def finish(i: Any, dw: Any) -> Any:
         return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
 
-    def one(i: Any, carry: tuple[Array, Any, Any, Any], *, ahead: bool) -> tuple[Array, Any, Any, Any]:
-        dx, gathered, pending, sums = carry
+    def one(i: Any, carry: tuple[Array, Any, Any, Any, Any], *, ahead: bool) -> tuple[Array, Any, Any, Any, Any]:
+        dx, gathered, pending, sums, seen = carry
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = gathered if layers.shards else layers.at(i)
         assert saved.rebuild is not None
-        dw, dx = saved.rebuild(weights, at(saved.residuals, i))(dx)
+        dw, dx, found = saved.rebuild((weights, at(saved.slots, i)), at(saved.residuals, i))(dx)
+        dw, seen = as_arrays(dw), record(seen, i, found)
         if not scatter:
-            return dx, earlier, None, add(sums, i, dw)
+            return dx, earlier, None, add(sums, i, dw), seen
         # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
         sums = add(sums, i + 1, per_layer.scatter(pending, behind=None if ahead else dx))
-        return dx, earlier, finish(i, dw), sums
+        return dx, earlier, finish(i, dw), sums, seen
 
-    dw, dx = saved.last(dy)
+    dw, dx, found = saved.last(dy)
+    dw = as_arrays(dw)
     pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
-    carry, first = (dx, gathered, pending, sums), int(layers.shards and final > 0)
+    carry, first = (dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)
     if final > first:
         body = lambda carry, i: (one(i, carry, ahead=layers.shards), None)
         carry, _ = jax.lax.scan(body, carry, jnp.arange(first, final, dtype=jnp.int32), reverse=True)
     if first:  # the layer before which there is none to gather
         carry = one(jnp.int32(0), carry, ahead=False)
-    dx, _, pending, sums = carry
-    return dx, sums, pending
+    dx, _, pending, sums, seen = carry
+    return dx, sums, pending, seen
 
 
 def scatter_first(sums: Any, pending: Any, parallel: DataParallel, behind: Any) -> Any:
@@ -261,14 +284,19 @@ def add(sums: Any, i: Any, value: Any) -> Any:
 
 
 def apply(
-    block: Block, layers: Layers, x: Array, parallel: DataParallel, to: Literal["varying", "invarying"] = "varying"
+    block: Block,
+    layers: Layers,
+    x: Array,
+    parallel: DataParallel,
+    to: Literal["varying", "invarying"] = "varying",
+    slots: Slots | None = None,
 ) -> Array:
     """Run all layers, for evaluation: nothing is kept. Arguments as for `forward`; "invarying": every rank has `x`."""
     whole = parallel.layer().whole
 
     def body(x: Array, i: Array) -> tuple[Array, None]:
         weights = whole(layers.at(i), to) if layers.shards else layers.at(i)
-        return block(weights, x, i), None
+        return block(weights, x, i, at(slots, i)), None
 
     return jax.lax.scan(body, x, jnp.arange(layers.count, dtype=jnp.int32))[0]
 

@@ -120,6 +120,7 @@ def plan(config: Config, target: str, devices: int | None = None, hosts: int | N
         dtype="bf16" if sixteen_bits else "f32",
         flops=model_flops(config, program.model.abstract),
         tokens=m.global_batch_size * m.encoder_seq_length,
+        pipeline_idle=float(program.layout.pipeline.timetable(config.num_micro_batches).idle_share()),
         notes=notes,
     )
     return dataclasses.replace(found, advice=advise_config(found, config, program.model.abstract))

@@ -111,6 +111,8 @@ class Report:
         compute_ms: kernels that compute.
         copies_ms: kernels that only move numbers.
         exposed_ms: waiting for collectives.
+        pipeline_idle: share of the time in which a stage of a pipeline waits for the others, from its timetable; 0
+            without a pipeline. The times above count it as work: the module does not say which stage skips a tick.
         model_flops: operations of one step on one device, for `mfu`.
         mfu: model_flops against the GPU's rate.
         tokens_per_second: of all devices; None where tokens are unknown.
@@ -130,6 +132,7 @@ class Report:
     compute_ms: float
     copies_ms: float
     exposed_ms: float
+    pipeline_idle: float
     model_flops: float
     mfu: float
     tokens_per_second: float | None
@@ -167,6 +170,7 @@ class Report:
             "compute_ms": self.compute_ms,
             "copies_ms": self.copies_ms,
             "exposed_ms": self.exposed_ms,
+            "pipeline_idle": self.pipeline_idle,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "compile_seconds": self.compile_seconds,
@@ -195,6 +199,7 @@ def make_report(
     dtype: str = "bf16",
     flops: float | None = None,
     tokens: int | None = None,
+    pipeline_idle: float = 0.0,
     notes: list[str] | None = None,
 ) -> Report:
     """Read a compiled step.
@@ -205,6 +210,7 @@ def make_report(
         dtype: of the matrix products, for the rate that `mfu` is relative to.
         flops: operations that the model needs, of one step over all devices; None: the matrix products of the module.
         tokens: of one step, over all devices.
+        pipeline_idle: share of the time in which a stage waits.
         notes: what the reader must know.
     """
     module = parse(compiled.text)
@@ -227,6 +233,7 @@ def make_report(
         compute_ms=1e3 * timeline.compute,
         copies_ms=1e3 * timeline.moves,
         exposed_ms=1e3 * timeline.exposed,
+        pipeline_idle=pipeline_idle,
         model_flops=own,
         mfu=own / seconds / compiled.target.rate(dtype),
         tokens_per_second=None if tokens is None else tokens / seconds,

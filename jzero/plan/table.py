@@ -72,6 +72,8 @@ def _time(report: Report) -> Table:
     ]
     for name, value in rows:
         table.add_row(name, f"{value:,.2f}", f"{100 * value / report.step_ms:.1f}" if report.step_ms else "")
+    if report.pipeline_idle:
+        table.add_row("a stage waits for others", "", f"{100 * report.pipeline_idle:.1f}")
     if report.tokens_per_second is not None:
         table.add_row("tokens/s", f"{report.tokens_per_second:,.0f}", "")
     table.add_row("model FLOPs utilization", "", f"{100 * report.mfu:.1f}")

@@ -1,11 +1,12 @@
 """Checkpoints of a run: saved while training goes on, restored straight into their shards, and checked bit for bit.
 
-A checkpoint `checkpoints/<step>` holds two trees written by Orbax, `params` and `optimizer` (everything else of the
-state), and a sealed record beside them (`jzero.train.record`): the step, the position in the data, the model's
-configuration, the shapes, and a *fingerprint* of each leaf (the sum of its bits as integers, modulo 2^32: the same on
-any mesh, as integer addition has no rounding). Whether a checkpoint is of another model is read from the record alone;
-what differs from the record is damage. After a restore the fingerprints are computed again: a leaf that was not read,
-or read wrongly, is an error and not a bad run. (Orbax itself reads a file with a flipped bit without a word.)
+A checkpoint `checkpoints/<step>` holds trees written by Orbax, `params`, `fp8` (scales and histories, where there are
+any) and `optimizer` (everything else of the state), and a sealed record beside them (`jzero.train.record`): the step,
+the position in the data, the model's configuration, the shapes, and a *fingerprint* of each leaf (the sum of its bits
+as integers, modulo 2^32: the same on any mesh, as integer addition has no rounding). Whether a checkpoint is of another
+model is read from the record alone; what differs from the record is damage. After a restore the fingerprints are
+computed again: a leaf that was not read, or read wrongly, is an error and not a bad run. (Orbax itself reads a file
+with a flipped bit without a word.)
 
 Which checkpoints stay: the last k, and of those whose step was evaluated the best k by validation loss. One that was
 being written when the process died is removed on the next start; a damaged one is set aside, and the one before it is
@@ -171,14 +172,15 @@ class Checkpoints:
             )
         return None
 
-    def restore_params(self, abstract: Any, step: int) -> Any:
-        """The parameters of one checkpoint, as arrays with the shardings of `abstract` (any mesh).
+    def restore_part(self, abstract: dict[str, Any], step: int) -> dict[str, Any]:
+        """Some trees of one checkpoint, such as "params", as arrays with the shardings of `abstract` (any mesh).
 
         Raises:
             JzeroError: they are of another model.
             UnreadableError: they cannot be read.
         """
-        return join(abstract, self._load(step, {"params": nested(abstract)}, None)[0]["params"])
+        loaded, _ = self._load(step, {name: nested(tree) for name, tree in abstract.items()}, None)
+        return {name: join(tree, loaded[name]) for name, tree in abstract.items()}
 
     def _read(self, step: int, abstract: Any, model: Record | None) -> tuple[Any, Record]:
         loaded, record = self._load(step, split(abstract), model)
@@ -273,6 +275,23 @@ def load_params(
     Args:
         run: the run folder.
         abstract: the parameters as `jax.ShapeDtypeStruct`s with shardings.
+        which, note, plan: as for `load_part`.
+    """
+    return load_part(run, {"params": abstract}, which, note, plan)["params"]
+
+
+def load_part(
+    run: Path,
+    abstract: dict[str, Any],
+    which: str = "best",
+    note: Callable[[str], None] = print,
+    plan: Plan | None = None,
+) -> dict[str, Any]:
+    """Some trees of a run's state: "params", and "fp8" where it has delayed scales.
+
+    Args:
+        run: the run folder.
+        abstract: each tree as `jax.ShapeDtypeStruct`s with shardings.
         which: "best" by validation loss (the last, if none has one), "last", or a step.
         note: called with one line for each checkpoint that cannot be read; the next candidate is taken.
         plan: see `Checkpoints`.
@@ -290,7 +309,7 @@ def load_params(
             candidates = [step for step in newest if str(step) == which]
         for step in candidates:
             try:
-                return checkpoints.restore_params(abstract, step)
+                return checkpoints.restore_part(abstract, step)
             except UnreadableError as error:
                 note(f"checkpoint {step} is damaged ({error}): trying the next one")
         raise JzeroError(f"{run}: expected a readable checkpoint '{which}', found only steps {checkpoints.steps}")

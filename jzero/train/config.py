@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jzero.errors import JzeroError
+from jzero.fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from jzero.train import options_file
 from jzero.train.config_keys import (
     Checkpoint,
@@ -151,6 +152,25 @@ class Config:
         m, v = self.model.optim.exp_avg_dtype, self.model.optim.exp_avg_sq_dtype
         return m if m == v else {"mu": m, "nu": v}
 
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        """How the scales of FP8 products are chosen; None: no FP8."""
+        m = self.model
+        if not m.fp8:
+            return None
+        fp8_format = "hybrid" if m.fp8_hybrid else "e4m3"
+        if m.fp8_recipe == "mxfp8":
+            return BlockScaling(fp8_format)
+        common = {"fp8_format": fp8_format, "margin": m.fp8_margin, "power_of_two": m.fp8_power_of_two_scales}
+        if m.fp8_recipe == "current":
+            return CurrentScaling(**common)
+        return DelayedScaling(
+            **common,
+            interval=m.fp8_interval,
+            amax_history_len=m.fp8_amax_history_len,
+            amax_compute_algo=m.fp8_amax_compute_algo,  # type: ignore[arg-type]  checked by its choices
+        )
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple of make_vocab_size_divisible_by that the tensor ranks divide.
 
@@ -224,6 +244,7 @@ def model_config(config: Config, vocab_size: int | None = None) -> "GPTConfig | 
         "vocab_padding": padded - tokens,
         "max_position_embeddings": m.max_position_embeddings or m.encoder_seq_length,
         "param_dtype": config.param_dtype,
+        "fp8": config.fp8_recipe,
     }
     shared = {field.name for field in dataclasses.fields(kind)} - set(derived)
     return kind(**derived, **{name: getattr(m, name) for name in shared})

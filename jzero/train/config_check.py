@@ -33,6 +33,7 @@ def validate(config: Config, n_devices: int | None = None) -> Config:
     _pipeline(config)
     _model(config)
     _precision(config)
+    _fp8(config)
     _optimizer(config)
     _data(config)
     schedule(config)
@@ -157,6 +158,66 @@ def _precision(config: Config) -> None:
             "model.optim.param_sync_dtype: bf16 would round the only copy of the fp32 parameters (trainer.precision "
             "32) in every step, as model.optim.master is none; set master=auto, or param_sync_dtype=null"
         )
+
+
+def _fp8(config: Config) -> None:
+    m = config.model
+    if not m.fp8:
+        if config.trainer.log_fp8_every_n_steps:
+            raise JzeroError("trainer.log_fp8_every_n_steps: there is nothing to log without model.fp8; set it to 0")
+        if m.fp8_params:
+            raise JzeroError(
+                "model.fp8_params: FP8 parameters are multiplied in FP8, found model.fp8 false; set it too"
+            )
+        return
+    if m.fp8_hybrid == m.fp8_e4m3:
+        found = str(m.fp8_e4m3).lower()
+        advice = "fp8_hybrid=false for E4M3 alone" if m.fp8_e4m3 else "fp8_hybrid=true"
+        raise JzeroError(
+            f"model.fp8_hybrid, model.fp8_e4m3: expected one of the two formats, found {found} for both; set {advice}"
+        )
+    unused = () if m.fp8_recipe == "delayed" else ("fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    unused += ("fp8_margin", "fp8_power_of_two_scales") if m.fp8_recipe == "mxfp8" else ()
+    for key in unused:
+        if getattr(m, key) != getattr(type(m)(), key):
+            raise JzeroError(
+                f"model.{key}: {getattr(m, key)} has no meaning for model.fp8_recipe {m.fp8_recipe}; remove the line, "
+                "or set fp8_recipe=delayed"
+            )
+    if m.fp8_params and m.fp8_recipe == "mxfp8":
+        raise JzeroError(
+            "model.fp8_params: FP8 parameters have a scale per layer, found model.fp8_recipe mxfp8, with one per 32; "
+            "set fp8_recipe=delayed or current, or fp8_params=false"
+        )
+    if m.fp8_params and m.optim.master in ("none", "remainder"):
+        raise JzeroError(
+            f"model.optim.master: {m.optim.master} would leave FP8 parameters without the values that they are cast "
+            "from; set auto, fp32 or scaled_fp16"
+        )
+    if m.fp8_recipe == "mxfp8":
+        _blocks(config)
+
+
+def _blocks(config: Config) -> None:
+    """MX blocks lie along what is contracted, in each of the three products of each projection."""
+    from jzero.fp8.blocks import BLOCK  # a configuration is read without JAX's numerics
+
+    m = config.model
+    model, tensor = model_config(config, None if m.vocab_size else 1), m.tensor_model_parallel_size
+    heads = m.num_attention_heads + 2 * model.query_groups
+    sizes = {
+        "hidden_size": m.hidden_size,
+        "kv_channels × query heads of a tensor rank": m.num_attention_heads * model.head_width // tensor,
+        "kv_channels × all heads of a tensor rank": heads * model.head_width // tensor,
+        "ffn_hidden_size of a tensor rank": model.ffn_width // tensor,
+        "micro_batch_size × encoder_seq_length": m.micro_batch_size * m.encoder_seq_length,
+    }
+    for name, size in sizes.items():
+        if size % BLOCK:
+            raise JzeroError(
+                f"model.{name}: {size} is not divisible by the {BLOCK} elements that share a scale in "
+                "model.fp8_recipe mxfp8; change it, or set fp8_recipe=current"
+            )
 
 
 def _optimizer(config: Config) -> None:

@@ -60,6 +60,15 @@ class Trainer:
     gradient_clip_val: float | None = option(
         1.0, "Largest global norm of the gradient, larger ones are scaled down to it; 0 or null is off.", at_least=0
     )
+    log_fp8_every_n_steps: int = option(
+        0,
+        "Steps between two lines of metrics.jsonl with amax, scale and the shares of saturated and flushed values of "
+        "each FP8 product; each costs a forward and a backward pass. 0: none.",
+        at_least=0,
+    )
+    skip_nonfinite: bool = option(
+        False, "Leave parameters and optimizer as they are in a step whose gradient norm is not finite, and go on."
+    )
     terminate_on_nan: bool = option(
         True,
         "End the run, keeping its last checkpoint, at the first loss or gradient norm that is not finite; "
@@ -285,6 +294,29 @@ class Model:
         "Attention kernel: auto is cuDNN's where it can be used, else plain operations; xla and cudnn are JAX's.",
         choices=("auto", "xla", "cudnn"),
     )
+    fp8: bool = option(
+        False, "Multiply in FP8 in the four projections of each block; embedding, head and norms stay as they are."
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "Scales of FP8: delayed: from the amaxes of earlier steps; current: from each tensor's own; "
+        "mxfp8: one per 32 elements, a single kernel on GPUs since Blackwell.",
+        choices=("delayed", "current", "mxfp8"),
+    )
+    fp8_params: bool = option(
+        False,
+        "Keep and gather the weights of these projections as FP8, one byte per element; their masters are in the "
+        "optimizer. Needs fp8=true.",
+    )
+    fp8_hybrid: bool = option(True, "E4M3, and E5M2 for gradients.")
+    fp8_e4m3: bool = option(False, "E4M3 for all, also for gradients; needs fp8_hybrid=false.")
+    fp8_margin: int = option(0, "Powers of two kept free above the amax.", at_least=0)
+    fp8_interval: int = option(1, "delayed: steps between two updates of the scales.", at_least=1)
+    fp8_amax_history_len: int = option(1024, "delayed: steps whose amaxes are remembered.", at_least=1)
+    fp8_amax_compute_algo: str = option(
+        "max", "delayed: scales follow the largest amax remembered, or the last.", choices=("max", "most_recent")
+    )
+    fp8_power_of_two_scales: bool = option(False, "delayed, current: scales are powers of two.")
     vocab_size: int | None = option(None, "Tokens before padding; null is the tokenizer's.", at_least=1)
     restore_from_path: str | None = option(
         None,

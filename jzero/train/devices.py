@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 from jzero.errors import JzeroError
 from jzero.mesh import make_mesh
@@ -46,7 +47,9 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
 
     The platforms set by JAX_PLATFORMS (or `jax.config.jax_platforms`) are kept. Without them, and without an
     accelerator, the platform is the CPU. There (also if JAX finds that it has no plugin for the accelerator), as many
-    virtual devices as the configuration asks for are created; if JAX was used before, it is left as it is.
+    virtual devices as the configuration asks for are created; if JAX was used before, it is left as it is. On several
+    CPU devices JAX's compilation cache is switched off: a program that is loaded from it has lost the order of its
+    collectives (jaxlib 0.10.2), and crashes.
 
     Args:
         trainer: the section of the configuration.
@@ -71,6 +74,8 @@ def start_devices(trainer: Trainer, note: Callable[[str], None] = print) -> int:
         note(
             "no accelerator in use: running on " + (f"{len(here)} virtual CPU devices" if len(here) > 1 else "the CPU")
         )
+    if here[0].platform == "cpu" and len(jax.devices()) > 1:
+        _switch_cache_off(note if jax.process_index() == 0 else lambda line: None)
     return len(jax.devices())
 
 
@@ -180,6 +185,13 @@ def _try_update(key: str, value: str | int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _switch_cache_off(note: Callable[[str], None]) -> None:
+    if jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        note("JAX's compilation cache is off: programs of several CPU devices do not survive it")
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # or JAX does not look at the value again
 
 
 def _join_hosts(num_nodes: int) -> None:

@@ -59,7 +59,7 @@ def evaluate(
     chosen = [] if data is None else [f"model.data.data_prefix={json.dumps(str(data))}"]
     if data is not None and split is None:
         chosen, split = [*chosen, "model.data.splits_string=1"], "train"
-    config, program, params, tokenizer = open_model(
+    config, program, params, fp8, tokenizer = open_model(
         source, [*_BATCH, *overrides, *chosen], checkpoint=checkpoint, note=note
     )
     found = build_datasets(config, tokenizer)[split or "validation"]
@@ -72,7 +72,7 @@ def evaluate(
     with memory_errors(config):
         for dataset in found.datasets if isinstance(found, Blend) else [found]:
             for batch in _batches(dataset, program, config.model.global_batch_size):
-                sums.append(jax.device_get(program.measure(params, program.place(batch))))
+                sums.append(jax.device_get(program.measure(params, program.place(batch), fp8)))
                 tokens += float(next(pair for name, pair in sums[-1].items() if name.endswith("loss"))[1])
     measured = {name.removeprefix("val_"): value for name, value in means(sums).items()}
     if config.model.type == "gpt":

@@ -22,7 +22,9 @@ class Guess(NamedTuple):
     probability: float
 
 
-def guesses(program: Any, params: Any, tokenizer: Tokenizer, text: str, top: int = 5) -> list[list[Guess]]:
+def guesses(
+    program: Any, params: Any, tokenizer: Tokenizer, text: str, top: int = 5, fp8: Any = ()
+) -> list[list[Guess]]:
     """The likeliest tokens of every gap in a text.
 
     Args:
@@ -31,6 +33,7 @@ def guesses(program: Any, params: Any, tokenizer: Tokenizer, text: str, top: int
         tokenizer: that of the training data.
         text: with "[MASK]" for every gap, each of one token.
         top: how many tokens for each.
+        fp8: that of the training state.
 
     Returns:
         Per gap, in the order of the text, the `top` likeliest tokens, likeliest first.
@@ -55,7 +58,7 @@ def guesses(program: Any, params: Any, tokenizer: Tokenizer, text: str, top: int
     whole[: len(ids)] = ids
     segments = (np.arange(size) < len(ids)).astype(np.int32)
     batch = {"tokens": whole, "segments": segments, "token_types": np.zeros_like(whole)}
-    logits = program.logits(params, {name: jnp.asarray(x)[None] for name, x in batch.items()})
+    logits = program.logits(params, {name: jnp.asarray(x)[None] for name, x in batch.items()}, fp8)
     places = np.flatnonzero(ids == special.mask)
     chances = np.asarray(jax.block_until_ready(jax.nn.softmax(logits[0, places, : tokenizer.vocab_size])))
     best = np.argsort(-chances, axis=-1, kind="stable")[:, :top]
@@ -64,8 +67,8 @@ def guesses(program: Any, params: Any, tokenizer: Tokenizer, text: str, top: int
     ]
 
 
-def fill(program: Any, params: Any, tokenizer: Tokenizer, text: str) -> str:
+def fill(program: Any, params: Any, tokenizer: Tokenizer, text: str, fp8: Any = ()) -> str:
     """The text with the likeliest token in every gap; arguments and errors as for `guesses`."""
     first, *rest = text.split(MASK)
-    found = guesses(program, params, tokenizer, text, top=1)
+    found = guesses(program, params, tokenizer, text, 1, fp8)
     return first + "".join(guess[0].token.removeprefix("##") + part for guess, part in zip(found, rest, strict=True))

@@ -34,6 +34,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    fp8: Any = (),
 ) -> str:
     """The prompt and its continuation.
 
@@ -46,6 +47,7 @@ def generate(
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from this many likeliest tokens; 0: from all.
         seed: of the draws. The same seed and parameters give the same text.
+        fp8: the training state's field, for delayed scales.
 
     Returns:
         Text.
@@ -53,7 +55,8 @@ def generate(
     Raises:
         JzeroError: a number is out of range.
     """
-    drawn = stream(program, params, tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    drawn = stream(program, params, tokenizer, prompt, **options, fp8=fp8)
     return prompt + tokenizer.decode(np.concatenate([np.zeros(0, np.int32), *drawn]))
 
 
@@ -67,6 +70,7 @@ def stream(
     temperature: float,
     top_k: int,
     seed: int,
+    fp8: Any = (),
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn."""
     check_options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
@@ -75,7 +79,7 @@ def stream(
     for first in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - first)
         new, made, window, length = _draw(
-            params, window, length, key, first, count, temperature,
+            params, fp8, window, length, key, first, count, temperature,
             program=program, top_k=top_k, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, greedy=temperature == 0,
         )  # fmt: skip
         new = np.asarray(jax.block_until_ready(new))[: int(made)]
@@ -112,13 +116,14 @@ def generate_from_run(
     from jzero.train.weights import open_model
 
     check_options(**options)
-    config, program, params, tokenizer = open_model(run, checkpoint=checkpoint, note=note)
-    with memory_errors(config):
-        if config.model.type == "bert":
-            yield fill(program, params, tokenizer, prompt)
+    model = open_model(run, checkpoint=checkpoint, note=note)
+    with memory_errors(model.config):
+        if model.config.model.type == "bert":
+            yield fill(model.program, model.params, model.tokenizer, prompt, model.fp8)
             return
         yield prompt
-        yield from text_of(stream(program, params, tokenizer, prompt, **options), tokenizer)
+        drawn = stream(model.program, model.params, model.tokenizer, prompt, **options, fp8=model.fp8)
+        yield from text_of(drawn, model.tokenizer)
 
 
 def text_of(pieces: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
@@ -149,6 +154,7 @@ def _window(tokenizer: Tokenizer, prompt: str, size: int) -> tuple[Array, Array]
 @functools.partial(jax.jit, static_argnames=("program", "top_k", "vocab_size", "eod", "greedy"))
 def _draw(
     params: Any,
+    fp8: Any,
     window: Array,  # int32 [W]
     length: Array,  # int32 []: how much of the window is text
     key: Array,
@@ -170,7 +176,7 @@ def _draw(
 
     def one(carry: tuple) -> tuple:
         i, out, window, length = carry
-        logits = program.logits(params, window[None])[0, length - 1, :vocab_size]  # the rest of V is padding
+        logits = program.logits(params, window[None], fp8)[0, length - 1, :vocab_size]  # the rest of V is padding
         token = _choose(logits, jax.random.fold_in(key, first + i), temperature, top_k, greedy)
         window = jnp.where(length == len(window), jnp.roll(window, -1), window)
         length = jnp.minimum(length + 1, len(window))

@@ -19,7 +19,9 @@ _MEANING = {
     "library",
 }  # fmt: skip
 # Keys that decide shapes besides.
-_SHAPES = {"encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"}
+_SHAPES = {"encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"} | {
+    "fp8", "fp8_recipe", "fp8_amax_history_len"
+}  # fmt: skip
 
 
 def check_same(folder: Path, expected: Any, found: Any, record: Record, now: Record | None) -> None:
@@ -27,7 +29,7 @@ def check_same(folder: Path, expected: Any, found: Any, record: Record, now: Rec
 
     Args:
         folder: of the checkpoint, for the message.
-        expected: the trees "params" and, if wanted, "optimizer", as `jax.ShapeDtypeStruct`s.
+        expected: the trees "params" and, if wanted, "fp8" and "optimizer", as `jax.ShapeDtypeStruct`s.
         found: the same trees as they were saved.
         record: what was saved beside them; its "model" is the configuration then.
         now: the configuration of the model now; None: not compared.

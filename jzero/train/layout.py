@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.fp8 import E4M3, Quantised, Slots
+from jzero.fp8.parameters import from_values
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
 from jzero.models.functions import Functions
@@ -20,6 +23,7 @@ from jzero.parallel.pipeline import Pipeline, make_pipeline
 from jzero.parallel.stack import DataParallel, Layers
 from jzero.parallel.tensor import AXIS
 from jzero.train.config import Config
+from jzero.train.scaling import Scaling
 from jzero.train.xla_options import compiler_options
 
 BLOCKS = "blocks"
@@ -31,6 +35,7 @@ class Weights(NamedTuple):
 
     outer: Any  # whole, varying over the batch axes
     blocks: Layers  # whole and varying, or shards
+    slots: Slots | None = None  # of the layers' FP8 products
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +53,7 @@ class Layout:
         granularity: activation checkpointing.
         dtype: of the parameters, and of the activations.
         dropout_seed: seed of all dropout masks, or None where there is no dropout.
+        scaling: the scales of FP8 products.
         compiler_options: XLA options of the step.
     """
 
@@ -62,6 +68,7 @@ class Layout:
     granularity: str | None
     dtype: Any
     dropout_seed: int | None
+    scaling: Scaling
     compiler_options: dict[str, Any]
 
     @property
@@ -93,9 +100,13 @@ class Layout:
     def abstract_params(self) -> Any:
         """The stored parameters as `jax.ShapeDtypeStruct`s with shardings."""
 
-        def one(leaf):
+        def one(leaf: Leaf) -> Any:
             shape, spec = (leaf.shard_shape, leaf.shard_spec) if self.sharded else (leaf.shape, leaf.param_spec)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+            value = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+            if not leaf.quantised:
+                return value
+            layers = NamedSharding(self.mesh, leaf.layers_spec)
+            return Quantised(value, jax.ShapeDtypeStruct(leaf.layers, jnp.float32, sharding=layers))
 
         return self.plan.unflatten([one(leaf) for leaf in self.plan.leaves])
 
@@ -117,19 +128,27 @@ class Layout:
         cut = lambda x: collectives.take(x, leaf)
         return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
 
-    def own_shards(self, params: Any) -> list[Array]:
+    def cast(self, values: Any) -> Any:
+        """What `store` gives, with FP8 parameters in the place of the weights that are kept so (traced, as there)."""
+        recipe = self.tx.core.fp8_recipe
+        one = lambda x, leaf: from_values(x, stacked=leaf.stacked, recipe=recipe) if leaf.quantised else x
+        return self._each(one, values)
+
+    def own_shards(self, params: Any) -> list[Any]:
         """This rank's shards of the stored parameters, in the plan's order."""
-        flat = jax.tree.leaves(params)
+        flat = self.plan.flatten(params, "parameters")
         if self.sharded:
             return flat
         return [collectives.take(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)]
 
-    def keep(self, shards: list[Array]) -> Any:
+    def keep(self, shards: list[Any]) -> Any:
         """The updated float32 shards as the policy stores them: phase `gather` where it replicates."""
         out = []
         for x, leaf in zip(shards, self.plan.leaves, strict=True):
             dtype = jnp.dtype(leaf.dtype)
-            if self.sharded:
+            if leaf.quantised:
+                out.append(x if self.sharded else collectives.gather(x, leaf, to="invarying"))
+            elif self.sharded:
                 out.append(x.astype(dtype))
             else:
                 full = collectives.gather(x, leaf, dtype=self.blocks.param_dtype or dtype, to="invarying")
@@ -138,17 +157,17 @@ class Layout:
 
     # --- using -------------------------------------------------------------------------------------------------------
 
-    def start(self, params: Any) -> Weights:
+    def start(self, params: Any, slots: Slots | None = None) -> Weights:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
         layers = Layers(self.in_one(self.blocks.local(blocks)), shards=self.sharded)
-        return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers)
+        return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers, slots)
 
-    def start_everywhere(self, params: Any) -> Weights:
+    def start_everywhere(self, params: Any, slots: Slots | None = None) -> Weights:
         """The same for a computation that every rank repeats: nothing varies."""
         outer, blocks = self.split(params)
         layers = Layers(self.in_one(blocks), shards=self.sharded)
-        return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers)
+        return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers, slots)
 
     def in_one(self, blocks: Any) -> Any:
         """This rank's layers, stored as [chunks of the stage, layers of a chunk, ...] or [layers, ...]; the latter."""
@@ -267,6 +286,7 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
     as_stored = lambda x: jax.ShapeDtypeStruct(pipeline.stacked(x.shape), x.dtype)
     abstract = {**outer, BLOCKS: jax.tree.map(as_stored, model.abstract[BLOCKS])}
     plan = make_plan(abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
+    plan = stored_plan(plan, config.param_dtype, model.products if m.fp8_params else ())
     shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
     optim, sharded = config.model.optim, config.policy != "replicated"
     tx = distributed_fused_adam(
@@ -283,8 +303,10 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         stochastic_rounding=optim.stochastic_rounding,
         param_sync_dtype=None if sharded else config.param_sync_dtype,
         clip_norm=config.trainer.gradient_clip_val or None,
+        skip_nonfinite=config.trainer.skip_nonfinite,
         param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
         stacked=stacked,
+        fp8_recipe=model.fp8 if m.fp8_params else None,  # type: ignore[arg-type]  `validate` refuses MX blocks
     )
     wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
     parallel = DataParallel((), replica, (*BATCH_AXES, *pipeline.axes), *wire, model.tensor)
@@ -305,8 +327,22 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         granularity=config.model.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=config.model.seed if dropout else None,
+        scaling=Scaling(
+            model.fp8, model.products, m.num_layers, pipeline, mesh, m.global_batch_size * m.encoder_seq_length
+        ),
         compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
     )
+
+
+def stored_plan(plan: Plan, dtype: Any, products: Sequence[tuple[str, ...]]) -> Plan:
+    """The plan of the same parameters in a type, but for the weights of these products of a layer: FP8 parameters."""
+    names = {"".join(f"[{key!r}]" for key in (BLOCKS, *path, "weight")) for path in products}
+
+    def one(leaf: Leaf) -> Leaf:
+        narrow = leaf.path in names
+        return dataclasses.replace(leaf, dtype=E4M3.name if narrow else jnp.dtype(dtype).name, quantised=narrow)
+
+    return plan._replace(leaves=tuple(map(one, plan.leaves)))
 
 
 def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:
@@ -322,8 +358,9 @@ def bucket_bytes(blocks: DataParallel, cap_mb: float | None) -> dict[str, int]:
     if cap_mb:
         cap = int(cap_mb * 2**20)
         return {"gathered": cap, "scattered": max(1, cap // layer[0].ranks)}
-    width = lambda dtype, leaf: jnp.dtype(dtype or leaf.dtype).itemsize
+    wire = lambda leaf: jnp.dtype((None if leaf.quantised else blocks.param_dtype) or leaf.dtype).itemsize
+    width = jnp.dtype(blocks.grad_dtype).itemsize
     return {
-        "gathered": sum(math.prod(leaf.local_shape) * width(blocks.param_dtype, leaf) for leaf in layer),
-        "scattered": sum(math.prod(leaf.shard_local_shape) * width(blocks.grad_dtype, leaf) for leaf in layer),
+        "gathered": sum(math.prod(leaf.local_shape) * wire(leaf) for leaf in layer),
+        "scattered": sum(math.prod(leaf.shard_local_shape) * width for leaf in layer),
     }

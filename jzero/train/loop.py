@@ -206,12 +206,18 @@ class Run:
 
     def _one_step(self, batch: dict[str, Any]) -> None:
         started = time.perf_counter()
-        self.state, metrics = self.program.step(self.state, self.program.place(batch))
+        placed = self.program.place(batch)
+        self.state, metrics = self.program.step(self.state, placed)
         self.step += 1
         self.in_flight.append((self.step, metrics, started))
         if self.on_cpu:  # several steps in flight starve the threads of the virtual devices
             jax.block_until_ready(self.state)
         self._drain(0 if self.on_cpu or self.step == 1 else 1)
+        every = self.config.trainer.log_fp8_every_n_steps
+        if every and self.step % every == 0:
+            self._drain(0)
+            found = self.program.layout.scaling.named(self.program.observe(self.state, placed))
+            self._record({"step": self.step, **found})
 
     def _drain(self, keep: int) -> None:
         """Records the steps in flight, oldest first, until `keep` are left; waits for them."""
@@ -244,7 +250,7 @@ class Run:
         data = batches(self.val_data, batch_size=self.batch_size, rows=self.rows)
         try:
             for _ in range(self.val_batches):
-                sums.append(self.program.measure(self.state.params, self.program.place(next(data))))
+                sums.append(self._evaluate(next(data)))
                 if self.on_cpu:
                     jax.block_until_ready(sums[-1])
                 if stop.at_once:
@@ -258,6 +264,9 @@ class Run:
         self.report.evaluation(record)
         self._check_finite(record)
 
+    def _evaluate(self, batch: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        return self.program.measure(self.state.params, self.program.place(batch), self.state.fp8)
+
     def _check_finite(self, record: Record) -> None:
         """Ends the run, or warns once, where a number says that the parameters are spoiled from here on.
 
@@ -266,8 +275,11 @@ class Run:
         names = [name for name in ("loss", "grad_norm", "val_loss") if not math.isfinite(record.get(name, 0.0))]
         if not names or self.spoiled:
             return
-        self.spoiled = record["step"]
         found = " and ".join(f"{name} {record[name]}" for name in names)
+        if self.config.trainer.skip_nonfinite and not math.isfinite(record.get("grad_norm", 0.0)):
+            self.report.warn(f"step {record['step']}: expected finite numbers, found {found}; the update was skipped")
+            return
+        self.spoiled = record["step"]
         last = self.checkpoints.steps[-1:] if self.checkpoints else []
         kept = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
         happened = f"step {self.spoiled}: expected finite numbers, found {found}"
@@ -326,6 +338,7 @@ class Run:
             temperature=options.temperature,
             top_k=options.top_k,
             seed=self.config.model.seed,
+            fp8=self.state.fp8,
         )
         self.report.note(f"\n{text}\n")
         return text

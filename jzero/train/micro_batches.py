@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jzero.fp8 import Slots
 from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
@@ -28,12 +29,13 @@ class Finish(NamedTuple):
 
     scatter: bool  # reduce them to shards; otherwise sum them on the rank
     sums: Any  # what they are added to: shards, or of full size
+    seen: Slots | None  # what earlier micro-batches found in FP8 products
     local: Any = None  # where shards: earlier micro-batches' local sums, to be reduced together with these
 
 
 def accumulate_gradients(
-    model: Functions, layout: Layout, params: Any, batch: dict[str, Array], count: int
-) -> tuple[Array, Any]:
+    model: Functions, layout: Layout, params: Any, batch: dict[str, Array], count: int, slots: Slots | None = None
+) -> tuple[Array, Any, Slots | None]:
     """Loss and gradient of all micro-batches of this rank.
 
     Args:
@@ -43,63 +45,67 @@ def accumulate_gradients(
         batch: arrays [M * B, T], or [M * B]; with "weight" [M * B, T], what each token's loss counts in the sum, and
             "sample_weight" [M * B] for a loss that has terms per sample.
         count: M.
+        slots: of this rank's FP8 products (`Scaling.slots`).
 
     Returns:
-        Sum of this rank's weighted losses, float32 []; float32 shards of the mean gradient, a tree like the parameters.
+        Sum of this rank's weighted losses, float32 []; float32 shards of the mean gradient, a tree like the parameters;
+        what FP8 products found, like `slots`.
     """
     batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-    weights = layout.start(params)
+    weights = layout.start(params, slots)
     if layout.pipeline.size > 1:
-        loss, sums = pipelined.accumulate_gradients(model, layout, weights, batches, count)
-        return loss, layout.join(*sums)
+        loss, sums, seen = pipelined.accumulate_gradients(model, layout, weights, batches, count)
+        return loss, layout.join(*sums), seen
     local = layout.accumulate_locally and count > 1
     keeps = layout.keeps_gathered and count > 1
     run = lambda weights, i, finish: _micro_batch(model, layout, weights, stack.at(batches, i), finish)
     loss, sums = collectives.vary(jnp.float32(0), layout.blocks.varying), layout.zero_sums(full=local)
+    seen = layout.scaling.nothing_seen(slots)
     first, last = int(keeps), count - int(local)  # micro-batches [first, last) run in a scan
 
     if keeps:
-        loss, sums, blocks = run(weights, 0, Finish(not local, sums))
-        weights = Weights(weights.outer, blocks)
+        loss, sums, seen, blocks = run(weights, 0, Finish(not local, sums, seen))
+        weights = Weights(weights.outer, blocks, slots)
     if last - first == 1 and not keeps and not local:
-        loss, sums, _ = run(weights, 0, Finish(True, sums))
+        loss, sums, seen, _ = run(weights, 0, Finish(True, sums, seen))
     elif last > first:
 
-        def body(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], None]:
-            value, sums, _ = run(weights, i, Finish(not local, carry[1]))
-            return (carry[0] + value, sums), None
+        def body(carry: tuple[Array, Any, Any], i: Array) -> tuple[tuple[Array, Any, Any], None]:
+            value, sums, seen, _ = run(weights, i, Finish(not local, *carry[1:]))
+            return (carry[0] + value, sums, seen), None
 
-        (loss, sums), _ = jax.lax.scan(body, (loss, sums), jnp.arange(first, last))
+        (loss, sums, seen), _ = jax.lax.scan(body, (loss, sums, seen), jnp.arange(first, last))
     if local:
         weights = layout.in_order((loss, sums), weights)
-        value, sums, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), sums))
+        value, sums, seen, _ = run(weights, count - 1, Finish(True, layout.zero_sums(full=False), seen, sums))
         loss = loss + value
-    return loss, layout.join(*layout.complete(sums))
+    return loss, layout.join(*layout.complete(sums)), seen
 
 
 def _micro_batch(
     model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array], finish: Finish
-) -> tuple[Array, tuple[Any, Any], Layers]:
+) -> tuple[Array, tuple[Any, Any], Slots | None, Layers]:
     """Forward and backward of one micro-batch.
 
     Returns:
-        Weighted loss of this rank; the new sums; the layers' weights as the forward pass leaves them.
+        Weighted loss of this rank; the new sums; what FP8 products found so far; the layers' weights as the forward
+        pass leaves them.
     """
     dropout = layout.dropout(batch["sample"])
     block = stack.checkpointed(
-        lambda w, x, i: model.block(w, x, batch, dropout, i), layout.granularity, model.selective_policy
+        lambda w, x, i, slots: model.block(w, x, batch, dropout, i, slots), layout.granularity, model.selective_policy
     )
     # the lookup's gradient adds up in float32: frequent tokens get many small contributions
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
     x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), wide)
     x = layout.in_order(weights.outer, x)
-    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered)
+    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
 
     loss, head_vjp = jax.vjp(lambda outer, x: model.loss(outer, x, batch), weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))
     local = finish.local or (None, None)
-    dx, blocks, pending = stack.backward(
-        saved, dy, layout.blocks, sums=finish.sums[1], local=local[1], scatter=finish.scatter
+    dx, blocks, pending, seen = stack.backward(
+        saved, dy, layout.blocks, sums=finish.sums[1], local=local[1], seen=finish.seen, scatter=finish.scatter
     )
     d_outer = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b, d_outer, embed_vjp(dx)[0])
     if finish.local:
@@ -107,4 +113,4 @@ def _micro_batch(
     if finish.scatter:
         blocks = stack.scatter_first(blocks, pending, layout.blocks, behind=d_outer)
         d_outer = layout.scatter_outer(layout.in_order((dx, blocks), d_outer), blocks)
-    return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), saved.layers
+    return loss, (jax.tree.map(jnp.add, finish.sums[0], d_outer), blocks), seen, saved.layers

@@ -7,7 +7,7 @@ need no line: the nearest known one is offered for them.
 _XLA_SCHEDULES = "no such knob: XLA schedules and fuses the compiled step; remove the line"
 _BUFFERS = "no such knob: XLA plans the buffers and the step donates its inputs; remove the line"
 _CUDA = "no such knob: it tunes PyTorch's or NCCL's use of CUDA; remove the line"
-_FP8 = "FP8 is not available in this version; remove the line and use trainer.precision=bf16"
+_FP8_LAYERS = "all layers are in FP8, or none: they are one scan; remove the line"
 _FP16 = "fp16 with loss scaling is not available in this version; remove the line and use trainer.precision=bf16"
 _STATE = (
     "use model.optim.master (auto, none, fp32, remainder or scaled_fp16) for the master parameters, "
@@ -51,20 +51,12 @@ HINTS = {
     "exp_manager.checkpoint.every_n_train_steps": "use exp_manager.checkpoint.every_n_steps",
     "exp_manager.checkpoint.save_last": "use exp_manager.checkpoint.save_last_k",
     "model.rampup_batch_size": "a growing batch is not available in this version; model.global_batch_size is constant",
-    **dict.fromkeys(
-        (
-            "model.fp8",
-            "model.fp8_e4m3",
-            "model.fp8_hybrid",
-            "model.fp8_margin",
-            "model.fp8_interval",
-            "model.fp8_amax_history_len",
-            "model.fp8_amax_compute_algo",
-            "model.fp8_params",
-            "model.reduce_amax",
-        ),
-        _FP8,
-    ),
+    "model.fp8_wgrad": "all three products of a layer are in FP8; remove the line",
+    "model.reduce_amax": "amaxes are always reduced over all ranks, once a step; remove the line",
+    "model.first_last_layers_bf16": _FP8_LAYERS,
+    "model.num_layers_at_start_in_bf16": _FP8_LAYERS,
+    "model.num_layers_at_end_in_bf16": _FP8_LAYERS,
+    "model.fp8_recipe=tensorwise": "use current",
     **dict.fromkeys(
         (
             "model.native_amp_init_scale",

@@ -1,7 +1,7 @@
 """Micro-batches on a pipeline of stages: what `jzero.train.micro_batches` does where there is one stage.
 
     gather_on_forward   this stage's layers are gathered one by one before the first tick, and kept
-    gather_twice        a layer is gathered where it runs, forward and backward, for every micro-batch
+    gather_twice        a layer is gathered while the one before it runs, forward and backward, for every micro-batch
     local               gradients add up on the rank; the layers are scattered one by one after the last tick
     sharded             every backward pass scatters a layer's gradient where it makes it
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jzero.fp8 import Slots
 from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import pipeline, stack
@@ -27,7 +28,7 @@ from jzero.train.layout import Layout, Weights
 
 def accumulate_gradients(
     model: Functions, layout: Layout, weights: Weights, batches: Any, count: int
-) -> tuple[Array, tuple[Any, Any]]:
+) -> tuple[Array, tuple[Any, Any], Slots | None]:
     """Loss and gradient of all micro-batches of this rank's stage.
 
     Args:
@@ -39,14 +40,15 @@ def accumulate_gradients(
         count: M.
 
     Returns:
-        Sum of the weighted losses, float32 []; float32 shards of the mean gradient, (outer, blocks). Summed over the
-        stages, not over the batch.
+        Sum of the weighted losses, float32 []; float32 shards of the mean gradient, (outer, blocks); what this stage's
+        FP8 products found. Summed over the stages, not over the batch.
     """
     local, per_layer = layout.accumulate_locally, layout.blocks.layer()
     if layout.keeps_gathered:
-        weights = Weights(weights.outer, gathered(layout, weights))
+        weights = weights._replace(blocks=gathered(layout, weights))
     outer, layers = layout.zero_sums(full=local)
-    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers)
+    seen = layout.scaling.nothing_seen(weights.slots)
+    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
 
     def add(total: Any, grads: Any) -> Any:
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
@@ -59,13 +61,13 @@ def accumulate_gradients(
 
     stage = make_stage(model, layout, weights, model.loss)
     sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
-    outer, layers = sums.outer, sums.layers
+    outer, layers, seen = sums.outer, sums.layers, sums.seen
     if local:
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
         outer = layout.scatter_outer(layout.in_order(layers, outer), layers)
     outer, layers = layout.complete((outer, layers))
     loss, outer = layout.pipeline.sum(layout.in_order(layers, (sums.loss, outer)))
-    return loss, (outer, layout.as_stored(layers))
+    return loss, (outer, layout.as_stored(layers)), seen
 
 
 def gathered(layout: Layout, weights: Weights) -> Layers:
@@ -89,22 +91,24 @@ def make_stage(
         to: "invarying" where every data rank computes the same.
     """
     dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
-    block: Any = lambda w, x, batch, number: model.block(w, x, batch, dropout(batch), number)
+    block: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots)
 
     def embed(outer: Any, batch: Any) -> Array:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
         return model.embed(wide, batch, dropout(batch)).astype(layout.dtype)
 
-    def layer(n: Array) -> Any:
-        own = weights.blocks.at(n)
-        return layout.blocks.layer().whole(own, to) if weights.blocks.shards else own
+    gathers = weights.blocks.shards
+
+    def layer(n: Array, after: Any = None) -> Any:
+        own = weights.blocks.at(n) if after is None else layout.in_order(after, weights.blocks.at(n))
+        return layout.blocks.layer().whole(own, to) if gathers else own
 
     if train:
         block = stack.checkpointed(block, layout.granularity, model.selective_policy)
     parts = pipeline.Model(embed, block, finish)
-    return pipeline.Stage(
-        layout.pipeline, parts, layout.pipeline.vary(weights.outer), layer, weights.blocks.count, layout.in_order
-    )
+    outer = layout.pipeline.vary(weights.outer)
+    count = weights.blocks.count
+    return pipeline.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
 
 
 def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:

@@ -9,6 +9,9 @@ Most leaves have the same shape on every mesh, and only their shards differ. Thr
                 same order.
     scaled      a state with one scale per rank (`value` and `scale`, `jzero.optim.precision`) is decoded with the
                 scales it was saved with and stored with those of the new ranks: rounded once more, as in every step.
+
+FP8 parameters (`value` and one `scale` per layer) are none of the last: no number of ranks changes their scales, and
+the values move as those of any parameter.
 """
 
 from __future__ import annotations
@@ -134,6 +137,8 @@ def readable(wanted: Any, found: Any, leaves: Leaves) -> Any:
             return want
         if part == "scale":
             fits = _cuts(shape, saved.get(f"{base}/value", ()))
+        elif part == "layers":
+            fits = math.prod(shape) == math.prod(want.shape)
         else:
             fits = is_form(shape, leaf) and is_form(want.shape, leaf)
         return _as_saved(shape, want) if fits else want
@@ -160,8 +165,10 @@ def to_wanted(loaded: Any, wanted: Any, leaves: Leaves, note: Callable[[str], No
             want = precision.Scaled(wants[name], wants[f"{base}/scale"])
             done[name], done[f"{base}/scale"] = _to_scales(stored, _leaf(base, leaves), want)
             rounded[base] = jnp.dtype(x.dtype).name
+        elif part == "layers" and x.shape != wants[name].shape:
+            done[name] = jax.device_put(x.reshape(wants[name].shape), wants[name].sharding)
         elif part != "scale" and x.shape != wants[name].shape:
-            done[name] = _to_form(x, _leaf(name, leaves), wants[name])
+            done[name] = _to_form(x, _leaf(base, leaves), wants[name])
     if rounded:
         note(
             f"{len(rounded)} arrays of optimizer state have one scale per data rank, and their number changed: rounded "
@@ -181,10 +188,17 @@ def _leaf(name: str, leaves: Leaves) -> Leaf:
 
 
 def _scaled_part(name: str, leaves: Leaves) -> tuple[str, str]:
-    """The name of a scaled array and which part of it a leaf is, "value" or "scale"; (name, "") for any other leaf."""
+    """The name of what a leaf is a part of, and which: "value" or "scale" of a scaled array, "layers" where there is a
+    number per layer (scales of FP8 parameters and their history), "" for any other leaf."""
     base, _, last = name.rpartition("/")
-    scaled = last in precision.Scaled._fields and parameter_of(name, leaves) is None and parameter_of(base, leaves)
-    return (base, last) if scaled else (name, "")
+    inside = last in precision.Scaled._fields and parameter_of(name, leaves) is None
+    leaf = parameter_of(base if inside else name, leaves)
+    if leaf is not None and leaf.quantised:
+        if inside and name.startswith("params/"):
+            return base, "layers" if last == "scale" else ""
+        if "/fp8/" in name:
+            return name, "layers"
+    return (base, last) if inside and leaf is not None else (name, "")
 
 
 def _cuts(parts: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """A state as checkpoints see it: nested dicts of named leaves, the shapes they must have, and a fingerprint of each.
 
-Names are those of the tree's path: `params/blocks/mlp/up`, `optimizer/opt/inner/0/mu/...`. Leaves without elements are
-not saved; they are made again on the way back.
+Names are those of the tree's path: `params/blocks/mlp/up`, `fp8/scale`, `optimizer/opt/inner/0/mu/...`. Leaves without
+elements are not saved; they are made again on the way back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+
+_ALONE = ("params", "fp8")
 
 
 def named(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,16 +61,20 @@ def join(abstract: Any, loaded: Any) -> Any:
 
 
 def split(state: Any) -> dict[str, Any]:
-    """A state (a NamedTuple with a field `params`) as the two trees of a checkpoint: "params" and "optimizer"."""
+    """A state (a NamedTuple with a field `params`) as the trees of a checkpoint.
+
+    These are "params" and, where there are scales, "fp8", which can be read alone, and "optimizer": all else.
+    """
     fields = state._asdict()
-    params = fields.pop("params")
-    return {"params": nested(params), "optimizer": {name: nested(field) for name, field in fields.items()}}
+    own = {name: nested(fields.pop(name, ())) for name in _ALONE}
+    trees = {name: tree for name, tree in own.items() if tree}
+    return {**trees, "optimizer": {name: nested(field) for name, field in fields.items()}}
 
 
 def unsplit(abstract: Any, trees: Mapping[str, Any]) -> Any:
     """The inverse of `split`, in the structure of `abstract`."""
-    fields = {name: join(abstract._asdict()[name], tree) for name, tree in trees["optimizer"].items()}
-    return abstract._replace(params=join(abstract.params, trees["params"]), **fields)
+    found = {**trees["optimizer"], **{name: trees[name] for name in _ALONE if name in trees}}
+    return abstract._replace(**{name: join(abstract._asdict()[name], tree) for name, tree in found.items()})
 
 
 def first_difference(expected: Any, found: Any, prefix: str = "") -> tuple[str, str, str] | None:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.errors import JzeroError
 from jzero.mesh import BATCH_AXES, batch_spec, data_ranks
 from jzero.models.attention import flash_attention_fits
 from jzero.models.functions import Functions, functions
@@ -33,7 +34,7 @@ from jzero.parallel import stack
 from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
 from jzero.train.config import Config, model_config
-from jzero.train.layout import Layout, make_layout, threefry_key
+from jzero.train.layout import BLOCKS, Layout, make_layout, threefry_key
 from jzero.train.micro_batches import accumulate_gradients
 from jzero.train.schedule import schedule
 
@@ -46,6 +47,7 @@ class TrainState(NamedTuple):
     step: Array  # int32 []: steps done
     opt: Any  # jzero.ZeroState; before the parameters, or XLA copies 16-bit state on GPUs
     params: Any  # as the policy stores them: whole, or shards (Leaf.shard_shape)
+    fp8: Any = ()  # jzero.fp8.DelayedState of the layers' scales [L, P, 3], where they are delayed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +75,8 @@ class Program:
         """The state as `jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
         params = self.layout.abstract_params()
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        return TrainState(step, self.layout.tx.init(params), params)  # type: ignore[arg-type]  abstract arrays
+        fp8 = self.layout.scaling.abstract()
+        return TrainState(step, self.layout.tx.init(params), params, fp8)  # type: ignore[arg-type]  abstract arrays
 
     @functools.cached_property
     def specs(self) -> TrainState:
@@ -82,20 +85,30 @@ class Program:
 
     def init(self) -> TrainState:
         """A new state, from `model.seed`: the same on every mesh. Each device computes only what it keeps."""
-        key = threefry_key(self.config.model.seed)
+        return self.create(threefry_key(self.config.model.seed))
+
+    @functools.cached_property
+    def create(self) -> Callable[[Array], TrainState]:
+        """`key -> state`, jitted: what `init` does, of any key."""
 
         def build(key: Array) -> TrainState:
-            params = self.layout.store(self.model.init(key))
-            return TrainState(jnp.int32(0), self.layout.tx.init(params), params)
+            whole = self.model.init(key, self.layout.pipeline.chunks)
+            values, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
+            params = self.layout.cast(values)
+            return TrainState(jnp.int32(0), self.layout.tx.init_with(params, values), params, fp8)
 
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(build, out_shardings=shardings)(key)
+        return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
     def start(self, values: Any) -> TrainState:
         """A new state from float32 shards of the parameters, of which masters keep every bit."""
         params, opt = from_shards(self.layout.tx, values, self.abstract.params)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.device_put(TrainState(jnp.int32(0), opt, params), shardings)
+        return jax.device_put(TrainState(jnp.int32(0), opt, params, self.first_scales(values)), shardings)
+
+    def first_scales(self, values: Any) -> Any:
+        """`TrainState.fp8` before the first step, from float32 shards of the parameters."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.fp8)
+        return jax.jit(self.layout.scaling.init, out_shardings=shardings)(values[BLOCKS])
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -138,91 +151,132 @@ class Program:
         return jax.jit(mapped, donate_argnums=0, compiler_options=self.layout.compiler_options or None)
 
     @functools.cached_property
-    def measure(self) -> Callable[[Any, Batch], dict[str, tuple[Array, Array]]]:
-        """`(params, batch) -> {name of a mean: (sum, number of terms)}`, float32 scalars over the whole batch.
+    def measure(self) -> Callable[..., dict[str, tuple[Array, Array]]]:
+        """`(params, batch, fp8=()) -> {name of a mean: (sum, number of terms)}`, float32 [], over the whole batch.
 
         The loss is the sum of all means whose names end in "loss"; that of the tokens is the first of them.
+        `fp8` is that of the state: delayed scales, which stay as they are.
         """
         mapped = jax.shard_map(
-            self._measure, mesh=self.mesh, in_specs=(self.specs.params, batch_spec()), out_specs=PartitionSpec()
+            self._measure,
+            mesh=self.mesh,
+            in_specs=(self.specs.params, batch_spec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
         )
-        return jax.jit(mapped)
 
-    def evaluate(self, params: Any, batch: Batch) -> tuple[Array, Array]:
+        def measure(params: Any, batch: Batch, fp8: Any = ()) -> dict[str, tuple[Array, Array]]:
+            return mapped(params, batch, self._known(fp8))
+
+        return jax.jit(measure)
+
+    def evaluate(self, params: Any, batch: Batch, fp8: Any = ()) -> tuple[Array, Array]:
         """Sum of the tokens' losses and number of tokens that count, float32 scalars over the whole batch."""
-        found = self.measure(params, batch)
+        found = self.measure(params, batch, fp8)
         return found[next(name for name in found if name.endswith("loss"))]
 
     @functools.cached_property
-    def logits(self) -> Callable[[Any, Array | Batch], Array]:
-        """`(params, tokens [B, T]) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
+    def logits(self) -> Callable[..., Array]:
+        """`(params, tokens [B, T], fp8=()) -> float32 [B, T, V]`, for any B; every data rank computes all of it.
 
         In the place of the tokens there may be a batch with what else the model reads. With sequence parallelism T is a
-        multiple of the tensor axis.
+        multiple of the tensor axis. `fp8` as for `measure`.
         """
         mapped = jax.shard_map(
             self._logits,
             mesh=self.mesh,
-            in_specs=(self.specs.params, PartitionSpec()),
+            in_specs=(self.specs.params, PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        return jax.jit(mapped)
+
+        def logits(params: Any, tokens: Array | Batch, fp8: Any = ()) -> Array:
+            return mapped(params, tokens, self._known(fp8))
+
+        return jax.jit(logits)
+
+    def _known(self, fp8: Any) -> Any:
+        """The scales that were handed in."""
+        if self.layout.scaling.delayed and not fp8:
+            raise JzeroError("model.fp8: delayed scaling needs its scales, found none; hand in `state.fp8` too")
+        return fp8
+
+    @functools.cached_property
+    def observe(self) -> Callable[[TrainState, Batch], dict[str, Array]]:
+        """`(state, batch) -> what FP8 products would see in a step`, which is not taken; float32 [L, P, 3] each.
+
+        Keys: amax, scale, saturated, flushed (the last two: shares of the elements); with MX blocks amax alone.
+        """
+        in_specs = (self.specs, batch_spec())
+        mapped = jax.shard_map(self._observe, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec())
+        return jax.jit(mapped, compiler_options=self.layout.compiler_options or None)
+
+    def _complete(self, batch: Batch, step: Array) -> Batch:
+        """This rank's part of a batch, with the numbers of its samples and what each term counts in the loss."""
+        rows, ranks, mask = batch["tokens"].shape[0], data_ranks(self.mesh), batch["loss_mask"]
+        first = step * (rows * ranks) + _batch_rank(self.mesh) * rows
+        batch = {**batch, "sample": first + jnp.arange(rows, dtype=jnp.int32)}
+        if self.model.has_sample_loss:
+            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
+            tokens = collectives.total(jnp.sum(mask), BATCH_AXES)
+            every = jnp.full((rows,), 1 / rows, jnp.float32)
+            return {**batch, "weight": mask * (ranks / jnp.maximum(tokens, 1.0)), "sample_weight": every}
+        # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's end
+        # then sums all three scalars, and no collective runs beside the loop over the layers.
+        return {**batch, "weight": mask / mask.size}
+
+    def _gradients(self, state: TrainState, batch: Batch, slots: Any) -> tuple[Array, Any, Any]:
+        """Loss, gradients and what FP8 products found; as `accumulate_gradients` gives them."""
+        batch, params = self._complete(batch, state.step), state.params
+        if self.model.has_sample_loss:
+            params = self.layout.in_order(batch["weight"], params)
+        return accumulate_gradients(self.model, self.layout, params, batch, self.config.num_micro_batches, slots)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """This rank's part of a step."""
-        batch = dict(batch)
-        rows = batch["tokens"].shape[0]
-        ranks = data_ranks(self.mesh)
-        batch["sample"] = (
-            state.step * (rows * ranks) + _batch_rank(self.mesh) * rows + jnp.arange(rows, dtype=jnp.int32)
-        )
-        positions, count, params = batch["loss_mask"].size, jnp.sum(batch["loss_mask"]), state.params
-        if self.model.has_sample_loss:
-            # Two means over different numbers of terms: that of the tokens has to be known before their sum's gradient.
-            tokens = collectives.total(count, BATCH_AXES)
-            params = self.layout.in_order(tokens, params)
-            batch["weight"] = batch["loss_mask"] * (ranks / jnp.maximum(tokens, 1.0))
-            batch["sample_weight"] = jnp.full((rows,), 1 / rows, jnp.float32)
-        else:
-            # The mean over all positions until the number of tokens that count is known: one all-reduce at the step's
-            # end then sums all three scalars, and no collective runs beside the loop over the layers.
-            batch["weight"] = batch["loss_mask"] / positions
-        loss, grads = accumulate_gradients(self.model, self.layout, params, batch, self.config.num_micro_batches)
+        count, positions, ranks = jnp.sum(batch["loss_mask"]), batch["loss_mask"].size, data_ranks(self.mesh)
+        loss, grads, seen = self._gradients(state, batch, self.layout.scaling.slots(state.fp8))
         shards, own = jax.tree.leaves(grads), self.layout.own_shards(state.params)
         norm, (loss, tokens) = collectives.norm_and_totals(shards, self.layout.plan.leaves, [loss, count], BATCH_AXES)
         per_token = 1.0 if self.model.has_sample_loss else positions * ranks / jnp.maximum(tokens, 1.0)
-        new, opt, norm = self.layout.tx.update_shards(
-            [g * per_token for g in shards], state.opt, own, norm=norm * per_token
+        params, opt, norm = self.layout.tx.update_shards(
+            [g * per_token for g in shards], state.opt, own, norm=norm * per_token, gather=self.layout.keep
         )
         metrics = {
             "loss": loss / ranks * per_token,
             "grad_norm": norm,
             "lr": jnp.asarray(self.learning_rate(state.step), jnp.float32),
         }
-        return TrainState(state.step + 1, opt, self.layout.keep(new)), metrics
+        fp8 = self.layout.scaling.next(state.fp8, self.layout.in_order(norm, seen), jnp.isfinite(norm))
+        return TrainState(state.step + 1, opt, params, fp8), metrics
 
-    def _measure(self, params: Any, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        weights = self.layout.start(params)
+    def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+        scaling, count = self.layout.scaling, self.config.num_micro_batches
+        seen = self._gradients(state, batch, scaling.slots(state.fp8, observe=True))[2]
+        return scaling.observed(state.fp8, seen, count)
+
+    def _measure(self, params: Any, batch: Batch, fp8: Any) -> dict[str, tuple[Array, Array]]:
+        weights = self.layout.start(params, self.layout.scaling.slots(fp8))
         if self.layout.pipeline.size > 1:
             sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
         else:
             x = self.model.embed(weights.outer, batch, None)
-            block = lambda w, x, i: self.model.block(w, x, batch, None, i)
-            x = stack.apply(block, weights.blocks, self.layout.in_order(weights.outer, x), self.layout.blocks)
+            block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
+            x = self.layout.in_order(weights.outer, x)
+            x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
             sums = self.model.measures(weights.outer, x, batch)
         counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
         sums, counts = collectives.total((sums, counts), BATCH_AXES)
         return {name: (sums[name], counts[name]) for name in sums}
 
-    def _logits(self, params: Any, tokens: Array | Batch) -> Array:
-        weights = self.layout.start_everywhere(params)
+    def _logits(self, params: Any, tokens: Array | Batch, fp8: Any) -> Array:
+        slots = self.layout.scaling.slots(fp8, everywhere=True)
+        weights = self.layout.start_everywhere(params, slots)
         batch = tokens if isinstance(tokens, dict) else {"tokens": tokens}
         if self.layout.pipeline.size > 1:
             return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i: self.model.block(w, x, batch, None, i)
+        block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
         x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying")
+        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
         return self.model.logits(weights.outer, x)
 
     # --- what the user sees before the first step --------------------------------------------------------------------

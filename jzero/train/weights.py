@@ -22,12 +22,15 @@ from jax.sharding import NamedSharding
 from jzero.data.loader import config_tokenizer, tokenizer_path
 from jzero.data.text import Tokenizer
 from jzero.errors import JzeroError
+from jzero.fp8 import dequantise
 from jzero.models import BertConfig, hf
-from jzero.train.checkpoint import load_params
+from jzero.optim.fp8 import float32
+from jzero.train.checkpoint import load_params, load_part
 from jzero.train.config import Config, Model, load_config, model_config
 from jzero.train.config_check import validate
 from jzero.train.devices import build_mesh
 from jzero.train.files import disk_errors, write_atomic
+from jzero.train.layout import stored_plan
 from jzero.train.memory import memory_errors
 from jzero.train.step import Program, build_program
 
@@ -56,6 +59,7 @@ class Opened(NamedTuple):
     config: Config
     program: Program
     params: Any  # as the program stores them
+    fp8: Any  # scales of its FP8 products, as in a `TrainState`
     tokenizer: Tokenizer
 
 
@@ -83,12 +87,15 @@ def open_model(
     run = source if source.is_dir() else config.run_folder
     with memory_errors(config):
         if (run / "config.yaml").is_file():
-            params = load_params(run, program.abstract.params, checkpoint, note, program.layout.plan)
+            fields = {"params": program.abstract.params, "fp8": program.abstract.fp8}
+            wanted = {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
+            found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
         elif config.model.restore_from_path is not None:
-            params = _kept(program, initial_values(config, program, vocab_size, lambda line: None))
+            values = initial_values(config, program, vocab_size, lambda line: None)
+            found = {"params": _kept(program, values), "fp8": program.first_scales(values)}
         else:
             raise JzeroError(f"{source}: expected a run in {run}, or model.restore_from_path, found neither")
-    return Opened(config, program, params, tokenizer)
+    return Opened(config, program, found["params"], found["fp8"], tokenizer)
 
 
 def _config_of(source: Path, overrides: Sequence[str]) -> Config:
@@ -136,21 +143,23 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
             f"model.restore_from_path: expected a folder with config.json (Hugging Face) or the folder of a run, found "
             f"{path}"
         )
-    dtype = load_config(path / "config.yaml").param_dtype
-    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), program.abstract.params)
-    params = load_params(path, stored, "best", note, layout.plan)
+    saved = load_config(path / "config.yaml")
+    kinds = stored_plan(layout.plan, saved.param_dtype, program.model.products if saved.model.fp8_params else ())
+    stored = dataclasses.replace(layout, plan=kinds).abstract_params()
+    params = load_params(path, stored, "best", note, kinds)
     note(f"starting from the weights of {path}")
-    own = lambda params: [x.astype(jnp.float32) for x in layout.own_shards(params)]
-    specs = [leaf.shard_spec for leaf in layout.plan.leaves]
-    mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(program.specs.params,), out_specs=specs)
+    own = lambda params: [float32(x) for x in layout.own_shards(params)]
+    specs = jax.tree.map(lambda x: x.sharding.spec, stored)
+    shards = [leaf.shard_spec for leaf in layout.plan.leaves]
+    mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(specs,), out_specs=shards)
     return layout.plan.unflatten(jax.jit(mapped)(params))
 
 
 def _kept(program: Program, values: Any) -> Any:
     """Float32 shards -> parameters as the policy stores them."""
-    layout, specs = program.layout, [leaf.shard_spec for leaf in program.layout.plan.leaves]
+    layout, specs = program.layout, [leaf.shard_specs for leaf in program.layout.plan.leaves]
     mapped = jax.shard_map(layout.keep, mesh=program.mesh, in_specs=(specs,), out_specs=program.specs.params)
-    return jax.jit(mapped)(layout.plan.flatten(values, "values"))
+    return jax.jit(lambda values: mapped(layout.plan.flatten(layout.cast(values), "values")))(values)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -183,7 +192,7 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
     files = [path] if path else []
     ends = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     with disk_errors(str(output)):
-        hf.save(output, architecture, opened.params, beside=files, extra=ends)
+        hf.save(output, architecture, dequantise(opened.params, jnp.float32), beside=files, extra=ends)
 
 
 def _import(source: Path, output: Path) -> None:

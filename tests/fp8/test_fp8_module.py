@@ -16,7 +16,6 @@ from jzero.plan import targets
 
 pytestmark = [
     pytest.mark.gpu_compiler,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # nothing can load a GPU's program
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
 CALL = re.compile(r'%\S+ = \((\w+)\[.*? custom-call\((.*?)\), custom_call_target="(__cu[^"]*)"')

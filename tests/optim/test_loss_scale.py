@@ -202,7 +202,6 @@ def add(tx, grads, state, params):
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
 @pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scale": jzero.DynamicLossScale()}])
 def test_skipped_steps_cost_no_pass_over_memory(options):

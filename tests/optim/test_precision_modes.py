@@ -1,6 +1,7 @@
 """Every precision mode: bytes, the rules that choose one, both forms of the step, what is refused."""
 
 import json
+import math
 import pathlib
 
 import jax
@@ -12,6 +13,7 @@ from optim.contexts import assert_close, assert_same, mesh, problem
 from oracles import adam
 
 import jzero
+from jzero.fp8 import DelayedScaling, quantise
 
 SHAPES = {"dense": (8, 16), "odd": (5, 3), "gain": (7,), "scalar": (), "empty": (0, 3)}
 MIXED = {"mu": "scaled_fp8", "nu": "scaled_fp16"}
@@ -23,6 +25,11 @@ TABLE = {  # parameters, master, moments: bytes per parameter replicated, and ov
     "scaled": ("bfloat16", "scaled_fp16", "scaled_fp16", 2, 6),
     "remainder, fp8 and fp16 moments": ("bfloat16", "remainder", MIXED, 2, 5),
 }
+FP8_TABLE = {
+    "fp8": ("float8_e4m3fn", "fp32", "fp32", 1, 12),
+    "fp8, scaled": ("float8_e4m3fn", "scaled_fp16", "scaled_fp16", 1, 6),
+}
+WHOLE_TABLE = TABLE | FP8_TABLE
 REPORTED = {
     "fp32": "no master, mu fp32, nu fp32",
     "bf16, fp32 master": "fp32 master, mu fp32, nu fp32",
@@ -30,6 +37,8 @@ REPORTED = {
     "bf16 state": "no master, mu bf16, nu bf16",
     "scaled": "scaled fp16 master, mu scaled fp16, nu scaled fp16",
     "remainder, fp8 and fp16 moments": "remainder, mu scaled fp8, nu scaled fp16",
+    "fp8": "fp32 master, mu fp32, nu fp32",
+    "fp8, scaled": "scaled fp16 master, mu scaled fp16, nu scaled fp16",
 }
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "optimizer.md"
 
@@ -38,38 +47,50 @@ def held(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+def ones(shapes, dtype, stacked=0):
+    """Parameters of ones on every device of data 8."""
+    whole = {k: jnp.ones(s, "float32" if dtype == "float8_e4m3fn" else dtype) for k, s in shapes.items()}
+    whole = jax.device_put(whole, jax.NamedSharding(mesh(data=8), jax.P()))
+    return quantise(whole, "", stacked=lambda path: stacked) if dtype == "float8_e4m3fn" else whole
+
+
 @pytest.mark.parametrize("stacked", [0, 1])
-@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("row", WHOLE_TABLE)
 def test_bytes_per_device_are_the_tables(row, stacked):
-    dtype, master, moments, replicated, sharded = TABLE[row]
+    dtype, master, moments, replicated, sharded = WHOLE_TABLE[row]
     m = mesh(data=8)
     shapes = {"w": (8, 256, 64), "b": (4, 64)}
-    params = jax.device_put({k: jnp.ones(s, dtype) for k, s in shapes.items()}, jax.NamedSharding(m, jax.P()))
-    tx = jzero.distributed_fused_adam(1e-3, mesh=m, master=master, state_dtype=moments, stacked=lambda path: stacked)
+    params, recipe = ones(shapes, dtype, stacked), DelayedScaling(amax_history_len=4)
+    options = {"master": master, "state_dtype": moments, "fp8_recipe": recipe, "stacked": lambda path: stacked}
+    tx = jzero.distributed_fused_adam(1e-3, mesh=m, **options)
     state = tx.init(params)
     count = sum(np.prod(s) for s in shapes.values())
-    assert held(params) == replicated * count
+    scales = sum(math.prod(s[:stacked]) for s in shapes.values()) if row in FP8_TABLE else 0
+    assert held(params) == replicated * count + 4 * scales
+    assert held(state.fp8) == (1 + recipe.amax_history_len) * 4 * scales + 4 * bool(scales)
     assert held((state.master, state.inner)) == pytest.approx(sharded * count / 8, rel=0.01)
     report = tx.partition_report(params)
     assert {r.precision for r in report} == {REPORTED[row]}
-    assert sum(r.state_bytes for r in report) == held((state.master, state.inner)) - 4  # the count belongs to no leaf
+    counts = 4 + 4 * bool(scales)  # they belong to no leaf
+    assert sum(r.state_bytes for r in report) == held((state.master, state.inner, state.fp8)) - counts
 
 
 def written(row):
     """The row of docs/optimizer.md, with the bytes per parameter that one of 8 devices holds, measured on arrays."""
-    dtype, master, moments, replicated, sharded = TABLE[row]
-    params = jax.device_put({"w": jnp.ones((768, 3072), dtype)}, jax.NamedSharding(mesh(data=8), jax.P()))
+    dtype, master, moments, replicated, sharded = WHOLE_TABLE[row]
+    params = ones({"w": (768, 3072)}, dtype)
     tx = jzero.distributed_fused_adam(1e-3, mesh=mesh(data=8), master=master, state_dtype=moments)
     state = tx.init(params)
-    measured = (held(params) + held((state.master, state.inner))) / (768 * 3072)
-    short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    measured = (held(params) + held(state)) / (768 * 3072)
+    short = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}[dtype]
     cells = (short, f"`{json.dumps(master)}`", f"`{json.dumps(moments)}`", replicated, sharded, f"{measured:.2f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def test_the_documents_table_is_what_is_measured():
-    rows = [written(row) for row in TABLE]
-    found = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(("| fp32 | `", "| bf16 | `"))]
+    rows = [written(row) for row in WHOLE_TABLE]
+    starts = ("| fp32 | `", "| bf16 | `", "| fp8 | `")
+    found = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(starts)]
     assert found == rows
 
 

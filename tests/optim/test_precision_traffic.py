@@ -20,7 +20,6 @@ from jzero.train.config import load_config, model_config
 
 pytestmark = [
     pytest.mark.gpu_compiler,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
 

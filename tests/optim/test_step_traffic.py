@@ -24,7 +24,6 @@ from jzero.plan import hlo, targets
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu_compiler,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
 

@@ -45,3 +45,15 @@ def scale(amax, previous, limit, margin=0, power_of_two=False):
     with np.errstate(over="ignore"):
         result = min(np.float32(limit) / amax * np.float32(2.0**-margin), np.float32(2.0**126))
     return np.float32(2.0 ** np.floor(np.log2(np.float64(result)))) if power_of_two else np.float32(result)
+
+
+def next_scales(first, amaxes, *, length=1024, algo="max", interval=1, **how):
+    """Delayed scaling of one E4M3 tensor: its scale after each step, from the float32 amaxes of the steps."""
+    seen, current, out = [], np.float32(first), []
+    for n, amax in enumerate(amaxes):
+        finite = np.isfinite(amax)
+        seen = [*seen, np.float32(amax if finite else 0)][-length:]
+        if finite and n % interval == 0:
+            current = scale(max(seen) if algo == "max" else seen[-1], current, 448, **how)
+        out.append(current)
+    return out

@@ -1,10 +1,15 @@
-"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it."""
+"""Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it.
+
+A loop whose condition compares nothing is one that a flag lets run once or never (`jzero.parallel.pipeline.when`): it
+counts as once.
+"""
 
 from __future__ import annotations
 
 import collections
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,31 +34,55 @@ def collective_bytes(text: str) -> collections.Counter[str]:
 
 def collective_bytes_by_groups(text: str) -> collections.Counter[tuple[str, Groups]]:
     """The same, per kind and groups of devices."""
-    bodies, entry = _computations(text)
     totals: collections.Counter[tuple[str, Groups]] = collections.Counter()
     shapes = {m[1]: m[2] for m in re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\S.*?) [\w\-]+\(", text, re.M)}
-
-    def visit(name: str, times: int) -> None:
-        for line in bodies[name]:
-            found = _COLLECTIVE.search(line)
-            if found:
-                result, kind, _, operands = found.groups()
-                totals[kind, _groups(line)] += times * _full_bytes(result, kind, operands, shapes)
-                continue
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            for callee in set(_CALLS.findall(line)):
-                if callee in bodies and " while(" in line:
-                    assert trips, f"a loop without a known trip count: {line[:200]}"
-                    visit(callee, times * int(trips[1]))
-                elif callee in bodies:
-                    visit(callee, times)
-
-    visit(entry, 1)
+    for line, times in _runs(text):
+        found = _COLLECTIVE.search(line)
+        if found:
+            result, kind, _, operands = found.groups()
+            totals[kind, _groups(line)] += times * _full_bytes(result, kind, operands, shapes)
     return totals
 
 
+def library_calls(text: str) -> collections.Counter[tuple[str, str]]:
+    """How often each library function runs, by its name and the type of its (first) result: "bf16[256,512]"."""
+    totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    for line, times in _runs(text):
+        found = re.search(r"= \(?(\w+\[[\d,]*\]).* custom-call\(.*custom_call_target=\"([^\"]+)\"", line)
+        if found:
+            totals[found[2], found[1]] += times
+    return totals
+
+
+def _runs(text: str) -> Iterator[tuple[str, int]]:
+    """Every instruction that is no call, and how often it runs."""
+    bodies, entry = _computations(text)
+
+    def by_flag(loop: str) -> bool:
+        condition = re.search(r"condition=%?([\w.\-]+)", loop)
+        return condition is not None and not any(
+            " compare(" in line or "fusion(" in line for line in bodies[condition[1]]
+        )
+
+    def visit(name: str, times: int) -> Iterator[tuple[str, int]]:
+        for line in bodies[name]:
+            if _COLLECTIVE.search(line):
+                yield line, times
+                continue
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            callees = {callee for callee in _CALLS.findall(line) if callee in bodies}
+            for callee in callees:
+                if " while(" in line:
+                    assert trips or by_flag(line), f"a loop without a known trip count: {line[:200]}"
+                yield from visit(callee, times * (int(trips[1]) if trips and " while(" in line else 1))
+            if not callees:
+                yield line, times
+
+    return visit(entry, 1)
+
+
 def _groups(line: str) -> Groups:
-    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
     if listed:
         return frozenset(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)

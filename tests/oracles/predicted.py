@@ -26,11 +26,16 @@ sum of the exponentials and the label's own logit. With sequence_parallel, gradi
 are all-reduced over it, once a step, as shards. Squares of the split leaves' gradients take one scalar all-reduce.
 
 With S pipeline stages of V chunks, l = L / (S V) layers each, the program's text has, of every tick, a forward and a
-backward pass (a stage runs M V of each, in M V + S V + S - 2 ticks). So what there is per micro-batch and layer comes
-l times a tick, what there is per micro-batch once a tick (with shards outside of the layers twice: head and embedding),
+backward pass (a stage runs M V of each, in M V + S V + S - 2 ticks). So what there is per micro-batch and layer comes l
+times a tick, what there is per micro-batch once a tick (with shards outside of the layers twice: head and embedding),
 and all else for the L / S layers of a stage. `gather_twice` gathers every leaf twice, also those that XLA then drops,
-as it drops the embedding's sum that stands once more in its backward pass. Over the pipeline axis two activations are
-sent per tick; gradients' shards of what is outside of the layers are all-reduced once, as are loss and norm.
+and the last of several layers of a chunk once more in vain: the loop is one layer ahead. XLA drops the bias, as it
+drops the embedding's sum that stands once more in its backward pass. Over the pipeline axis two activations are sent
+per tick; gradients' shards of what is outside of the layers are all-reduced once, as are loss and norm.
+
+FP8 products with delayed scaling add one all-reduce (a maximum) over all axes of 3 amaxes for each of a layer's 4
+products. With current scaling it is one number for each operand that the tensor axis cuts, per layer and micro-batch:
+the 4 weights, the inputs of 2 products and the gradients of the other 2. (Where all is recomputed, the first 6 twice.)
 """
 
 from __future__ import annotations
@@ -96,12 +101,16 @@ def step_collectives(prog) -> collections.Counter[Collective]:
                 path[1:] == ("attention", "out", "bias") and config.model.activations_checkpoint_granularity != "full"
             )
             again = 0 if unread else layers - 1
-            twice = (layers + again) * count if stages == 1 else 2 * per_chunk * ticks
+            ahead = per_chunk + (per_chunk > 1)
+            twice = (layers + again) * count if stages == 1 else 2 * ahead * ticks
             times = twice if policy == "gather_twice" and block else layers
             add(times, "all-gather", reduced, dtype, padded)
     add(1, "all-reduce", batch_axes, "f32", 3)
     if prog.model.has_sample_loss:  # how many tokens are masked
         add(1, "all-reduce", batch_axes, "f32", 1)
+    if config.model.fp8 and config.model.fp8_recipe == "delayed":
+        every = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        add(1, "all-reduce", every, "f32", config.model.num_layers * 4 * 3)
     return found + tensor_collectives(prog) + pipeline_collectives(prog)
 
 
@@ -148,6 +157,8 @@ def tensor_collectives(prog) -> collections.Counter[Collective]:
     found[Collective("all-reduce", ("tensor",), "f32", 4)] += 1
     if prog.model.has_sample_loss and m.sequence_parallel:  # the first rank has [CLS]: two logits per sample
         found[Collective("all-reduce", ("tensor",), "f32", 8 * m.micro_batch_size)] += count
+    if m.fp8 and m.fp8_recipe == "current":
+        found[Collective("all-reduce", ("tensor",), "f32", 4)] += layers * (14 if recomputed else 8)
     return found
 
 

@@ -29,6 +29,7 @@ def a_report(uses=(), peak=50, limit=70, outputs=0, largest=()) -> Report:
         "compute_ms": 100.0,
         "copies_ms": 0.0,
         "exposed_ms": exposed,
+        "pipeline_idle": 0.0,
         "model_flops": 0.0,
     }
     return Report(

@@ -148,6 +148,17 @@ def test_the_table_names_what_matters(planned):
         assert word in text
 
 
+def test_a_pipeline_says_how_long_its_stages_wait(planned):
+    """(S - 1) / (V M + S - 1): 2 stages of 2 chunks and 2 micro-batches."""
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    found = plan(configuration(num_layers=4, **stages), H100)
+    assert found.json()["pipeline_idle"] == 1 / 5
+    assert re.search(r"a stage waits for others +20\.0\n", re.sub(r" +\n", "\n", str(found)))
+    without = planned[1]
+    assert without.json()["pipeline_idle"] == 0
+    assert "a stage waits" not in str(without)
+
+
 @pytest.mark.skipif(targets.cudnn_available(), reason="cuDNN is here")
 def test_without_cudnn_the_plan_says_that_the_run_would_use_another_attention(planned):
     _, found = planned

@@ -26,6 +26,7 @@ class State(NamedTuple):
     step: jax.Array
     params: Any
     opt: Any
+    fp8: Any = ()
 
 
 class SmallProgram:
@@ -65,7 +66,7 @@ class SmallProgram:
         }
         return State(jnp.int32(0), params, self.tx.init(params))
 
-    def _logits(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def _logits(self, params: Any, tokens: jax.Array, fp8: Any = ()) -> jax.Array:
         x = params["embedding"][tokens]
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         x = jax.nn.gelu(jnp.concatenate([x, before], -1) @ params["hidden"])
@@ -83,7 +84,9 @@ class SmallProgram:
         new = jax.lax.with_sharding_constraint(new, jax.tree.map(lambda x: x.sharding, self.abstract))
         return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": jnp.float32(1e-2)}
 
-    def _measure(self, params: Any, batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def _measure(
+        self, params: Any, batch: dict[str, jax.Array], fp8: Any = ()
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
         return {"loss": (self._losses(params, batch).sum(), batch["loss_mask"].sum())}
 
 

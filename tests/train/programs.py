@@ -1,9 +1,10 @@
-"""Small programs, batches and the one-device reference that the tests of the step share."""
+"""Small programs, batches, layouts and the one-device references that the tests of the step share."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,54 @@ def config(devices: int = 8, policy: str = "replicated", micro_batches: int = 1,
     optim = {"lr": 2e-3, "policy": policy, "sched": Sched(warmup_steps=2)} | optim
     trainer = Trainer(devices=devices, precision=precision, max_steps=20, gradient_clip_val=clip)
     return Config(trainer=trainer, model=Model(**model, optim=Optim(**optim)))
+
+
+MODELS = {
+    "gpt2": {"num_query_groups": None},
+    "gpt2, dropout": {"num_query_groups": None, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "llama": {
+        "num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 4, "position_embedding_type": "rope",
+        "normalization": "rmsnorm", "activation": "swiglu", "bias": False, "ffn_hidden_size": 40,
+        "share_embeddings_and_output_weights": False,
+    },
+}  # fmt: skip
+EVEN_VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
+
+
+class Row(NamedTuple):
+    """A layout, and all else that must not change what is trained."""
+
+    policy: str = "replicated"
+    granularity: str | None = None
+    model: str = "gpt2"
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    replica: int = 1
+    sequence: bool = False
+    micro_batches: int = 1
+    accumulation: str = "local"
+    optimizer: str = "distributed_fused_adam"
+
+    def config(self, **changes) -> Config:
+        keys = {
+            "num_layers": 4,
+            "replica_parallel_size": self.replica,
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            "sequence_parallel": self.sequence,
+            "grad_accumulation": self.accumulation,
+            "activations_checkpoint_granularity": self.granularity,
+            "optim": {"name": self.optimizer} | changes.pop("optim", {}),
+            "clip": 0.5,
+        }
+        devices = self.data * self.replica * self.tensor * self.pipeline
+        return config(devices, self.policy, self.micro_batches, **keys | MODELS[self.model] | changes)
+
+    def __str__(self) -> str:
+        return "-".join(f"{name} {x}" for name, x in self._asdict().items() if x != self._field_defaults[name])
 
 
 def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
@@ -129,6 +178,39 @@ def assert_same_training(found, expected):
         assert error <= 1e-5 * max(np.abs(b).max(), floor), jax.tree_util.keystr(path)
     same = lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=0, atol=1e-4)
     jax.tree.map(same, params, expected_params)
+
+
+@functools.cache
+def one_device(model: str):
+    """`ten_steps` of a model of `MODELS` on one device."""
+    return ten_steps(Row(model=model).config(), EVEN_VOCABULARY)
+
+
+def assert_trains_as_one_device(row: Row):
+    assert_same_training(ten_steps(row.config(), EVEN_VOCABULARY), one_device(row.model))
+
+
+LOW = {
+    "remainder": ({"master": "remainder"}, 1e-3),
+    "scaled": ({"exp_avg_dtype": "scaled_fp8", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
+    "random": (
+        {"master": "none", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+        1e-2,
+    ),
+}
+
+
+def assert_low_precision_follows_fp32(row: Row, mode: str):
+    """bf16 with a mode of `LOW`: the losses are those of float32, and what ranks share they keep alike, bit for bit."""
+    optim, rtol = LOW[mode]
+    prog = program(row.config(precision="bf16", optim=optim), EVEN_VOCABULARY)
+    state, rows = train(prog, 10)
+    np.testing.assert_allclose(rows[:, 0], one_device(row.model)[0][:, 0], rtol=rtol)
+    for x in jax.tree.leaves(state):
+        held: dict = {}
+        for shard in x.addressable_shards:
+            value = np.asarray(shard.data).tobytes()
+            assert held.setdefault(str(shard.index), value) == value
 
 
 def reference(conf: Config, steps: int):

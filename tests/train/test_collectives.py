@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -42,6 +43,10 @@ LAYOUTS = [
     config(8, "replicated", 2, **PIPELINE, **TENSOR, activations_checkpoint_granularity="full"),
     config(4, "gather_twice", 4, **PIPELINE, virtual_pipeline_model_parallel_size=2, precision="bf16"),
     config(8, "gather_on_forward", 4, **PIPELINE, replica_parallel_size=2, grad_accumulation="sharded"),
+    config(8, "gather_on_forward", fp8=True),
+    config(8, "gather_twice", 2, **PIPELINE, **TENSOR, sequence_parallel=True, fp8=True),
+    config(8, "gather_on_forward", 2, **TENSOR, sequence_parallel=True, fp8=True, fp8_recipe="current"),
+    config(8, "replicated", 2, **TENSOR, fp8=True, fp8_recipe="current", activations_checkpoint_granularity="full"),
 ]
 
 
@@ -52,7 +57,7 @@ def name(conf):
     pipeline = f"pipeline{model.pipeline_model_parallel_size}x{model.virtual_pipeline_model_parallel_size or 1}"
     return (
         f"{model.optim.name}-{conf.policy}-{accumulation}-replica{model.replica_parallel_size}-{tensor}-{pipeline}"
-        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}"
+        f"-{model.activations_checkpoint_granularity}-{conf.trainer.precision}{f'-{model.fp8_recipe}' * model.fp8}"
     )
 
 
@@ -126,13 +131,56 @@ def test_the_module_compiled_for_h100_moves_the_predicted_bytes(conf):
 def test_a_layer_on_h100s_has_megatrons_collectives_and_no_weight_crosses_the_tensor_axis(conf):
     """The prediction's bytes per axis: 2 + 2 (+ 2) per layer and direction, and weights split by tensor over data."""
     prog = for_h100(conf)
+    found = bytes_by_axes(prog)
+    expected = predicted.by_axes(predicted.step_collectives(prog))
+    assert found == expected - predicted.found_again(prog)
+
+
+def bytes_by_axes(prog):
+    """Bytes by kind and axes in the compiled step, which has no all-to-all."""
     text = lowered(prog).compile().as_text()
     assert "all-to-all" not in text
     found = collections.Counter()
     for (kind, groups), size in hlo.collective_bytes_by_groups(text).items():
         found[kind, stablehlo.axes_of(groups, prog.mesh)] += size
-    expected = predicted.by_axes(predicted.step_collectives(prog))
-    assert found == expected - predicted.found_again(prog)
+    return found
+
+
+WIDE = {"hidden_size": 256, "position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+
+
+@gpu
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    "conf",
+    [
+        config(8, "gather_on_forward", 2, **PIPELINE, **TENSOR, **WIDE, sequence_parallel=True, precision="bf16"),
+        pytest.param(
+            config(8, "replicated", 4, **INTERLEAVED, **TENSOR, **WIDE, precision="bf16"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=name,
+)
+def test_a_pipeline_on_h100s_moves_each_stages_weights_alone(conf):
+    """Over data blocks / (tensor × pipeline) + (embedding + head) / tensor; over tensor and pipeline activations."""
+    prog, m = for_h100(conf), conf.model
+    found, expected = bytes_by_axes(prog), predicted.by_axes(predicted.step_collectives(prog))
+    split = m.tensor_model_parallel_size
+    sizes = {path: math.prod(x.shape) for path, x in predicted.leaves(prog.model.abstract)}
+    blocks = sum(n for path, n in sizes.items() if path[0] == "blocks")
+    tables = sizes["embedding", "token"] + sizes["head", "weight"]
+    moved = blocks / (split * m.pipeline_model_parallel_size) + tables / split
+    for kind, width in (("all-gather", 2), ("reduce-scatter", 4)):  # norms and some biases, which tensor does not split
+        assert width * moved <= found[kind, ("data",)] < 1.02 * width * moved
+    # the embedding's sum over tensor stands once more in its backward pass, which does not read it
+    ticks, _ = predicted.pipeline_shape(conf)
+    activation = m.micro_batch_size * m.encoder_seq_length * m.hidden_size * 2
+    expected["reduce-scatter" if m.sequence_parallel else "all-reduce", ("tensor",)] -= ticks * activation
+    summed = [sum(n for (kind, _), n in each.items() if kind == "all-reduce") for each in (found, expected)]
+    assert 0.97 * summed[1] < summed[0] <= summed[1]  # of a sum over one axis and then another XLA may make one
+    rest = [{key: n for key, n in each.items() if key[0] != "all-reduce"} for each in (found, expected)]
+    assert rest[0] == rest[1]
 
 
 @gpu

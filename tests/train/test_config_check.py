@@ -26,6 +26,25 @@ def test_fewer_devices_than_there_are_is_fine_on_one_node():
 @pytest.mark.parametrize(
     ("overrides", "n_devices", "message"),
     [
+        (["model.fp8=true", "model.fp8_e4m3=true"], 1, "found true for both; set fp8_hybrid=false for E4M3 alone"),
+        (["model.fp8=true", "model.fp8_hybrid=false"], 1, "found false for both; set fp8_hybrid=true"),
+        (
+            ["model.fp8=true", "model.fp8_recipe=current", "model.fp8_interval=2"],
+            1,
+            "model.fp8_interval: 2 has no meaning for model.fp8_recipe current; remove the line, or set "
+            "fp8_recipe=delayed",
+        ),
+        (
+            ["model.fp8=true", "model.fp8_recipe=mxfp8", "model.fp8_margin=1"],
+            1,
+            "model.fp8_margin: 1 has no meaning for model.fp8_recipe mxfp8",
+        ),
+        (
+            ["model.fp8=true", "model.fp8_recipe=mxfp8", "model.ffn_hidden_size=3000"],
+            1,
+            "model.ffn_hidden_size of a tensor rank: 3000 is not divisible by the 32 elements that share a scale",
+        ),
+        (["trainer.log_fp8_every_n_steps=5"], 1, "there is nothing to log without model.fp8; set it to 0"),
         (
             ["trainer.devices=4", "model.global_batch_size=24"],
             4,

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 
 from jzero import JzeroError
@@ -55,6 +54,23 @@ def test_virtual_devices_are_created_as_asked(platforms, shown, wanted, expected
     env["JAX_PLATFORMS"] = platforms
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=True)
     assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(2, False), (-1, True)])
+def test_the_compilation_cache_is_off_on_several_cpu_devices(tmp_path, wanted, kept):
+    """A training step that comes out of it crashes."""
+    code = f"""if True:
+        import jax
+        from jzero.train import devices
+        from jzero.train.config import Trainer
+        devices.start_devices(Trainer(devices={wanted}))
+        jax.jit(lambda x: x + 1)(1.0)"""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA"))}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=True)
+    assert bool(list(tmp_path.iterdir())) == kept
+    assert ("JAX's compilation cache is off" in done.stdout) != kept
 
 
 def test_a_mesh_uses_the_first_devices():
@@ -106,7 +122,6 @@ def on_two_hosts(tmp_path, text_prefix):
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         env = {**os.environ, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
-        env["JAX_COMPILATION_CACHE_DIR"] = str(jax.config.jax_compilation_cache_dir)
         arguments = [f"{key}={value}" for key, value in keys.items()]
         command = [sys.executable, "-m", "jzero", "train", str(tmp_path / "config.yaml"), *arguments, *overrides]
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -1,88 +1,50 @@
 """Every layout with a pipeline trains the model of one device: same loss, gradients, parameters."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from programs import assert_same_training, batch, config, program, ten_steps, train
+from programs import (
+    EVEN_VOCABULARY,
+    Row,
+    assert_low_precision_follows_fp32,
+    assert_trains_as_one_device,
+    batch,
+    config,
+    program,
+)
 
-VOCABULARY = 64  # a multiple of every tensor size, so that all layouts pad it alike
-MODELS = {
-    "gpt2": {"num_query_groups": None},
-    "gpt2, dropout": {"num_query_groups": None, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "llama": {
-        "num_query_groups": 2, "position_embedding_type": "rope", "normalization": "rmsnorm", "activation": "swiglu",
-        "bias": False, "ffn_hidden_size": 40, "share_embeddings_and_output_weights": False,
-    },
-}  # fmt: skip
+from jzero.train.layout import threefry_key
 
-
-class Row(NamedTuple):
-    data: int
-    tensor: int
-    pipeline: int
-    virtual: int | None
-    policy: str
-    granularity: str | None
-    model: str = "gpt2"
-    accumulation: str = "local"
-    sequence: bool = False
-    replica: int = 1
-    micro_batches: int = 4
-    optimizer: str = "distributed_fused_adam"
-
-    def config(self):
-        return config(
-            self.data * self.replica * self.tensor * self.pipeline,
-            self.policy,
-            self.micro_batches,
-            num_layers=4,
-            replica_parallel_size=self.replica,
-            tensor_model_parallel_size=self.tensor,
-            pipeline_model_parallel_size=self.pipeline,
-            virtual_pipeline_model_parallel_size=self.virtual,
-            sequence_parallel=self.sequence,
-            grad_accumulation=self.accumulation,
-            activations_checkpoint_granularity=self.granularity,
-            optim={"name": self.optimizer},
-            clip=0.5,
-            **MODELS[self.model],
-        )
-
-
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+FORWARD, TWICE = "gather_on_forward", "gather_twice"
+GPT2, LLAMA = "gpt2, dropout", "llama"
+FOUR = {"micro_batches": 4}
+SHARDED = FOUR | {"accumulation": "sharded"}
 LAYOUTS = [
-    Row(1, 1, 2, None, "replicated", "full"),
-    Row(2, 2, 2, None, "gather_on_forward", "selective", "gpt2, dropout", sequence=True),
-    Row(2, 1, 4, None, "gather_twice", None, "llama"),
-    Row(2, 1, 2, 2, "replicated", "selective"),
-    Row(2, 1, 2, 2, "gather_twice", "full", "gpt2, dropout", "sharded"),
+    Row("replicated", "full", pipeline=2, **FOUR),
+    Row(FORWARD, "selective", GPT2, data=2, tensor=2, pipeline=2, sequence=True, **FOUR),
+    Row(TWICE, None, LLAMA, data=2, pipeline=4, **FOUR),
+    Row("replicated", "selective", data=2, pipeline=2, virtual=2, **FOUR),
+    Row(TWICE, "full", GPT2, data=2, pipeline=2, virtual=2, **SHARDED),
 ]
 MORE_LAYOUTS = [
-    Row(2, 1, 2, None, "replicated", None, "gpt2, dropout"),
-    Row(1, 2, 2, 2, "gather_on_forward", "full", "gpt2, dropout"),
-    Row(2, 1, 2, None, "gather_on_forward", None, "llama", "sharded", replica=2),
-    Row(2, 2, 2, None, "replicated", "full", "llama", sequence=True, optimizer="fused_adam"),
-    Row(1, 1, 4, None, "replicated", "selective", "gpt2, dropout", micro_batches=2),
-    Row(1, 2, 4, None, "gather_twice", "selective", "llama", sequence=True),
-    Row(1, 2, 2, 2, "replicated", None, "llama", "sharded", sequence=True, replica=2),
+    Row("replicated", None, GPT2, data=2, pipeline=2, **FOUR),
+    Row(FORWARD, "full", GPT2, tensor=2, pipeline=2, virtual=2, **FOUR),
+    Row(FORWARD, None, LLAMA, data=2, replica=2, pipeline=2, **SHARDED),
+    Row("replicated", "full", LLAMA, data=2, tensor=2, pipeline=2, sequence=True, optimizer="fused_adam", **FOUR),
+    Row("replicated", "selective", GPT2, pipeline=4, micro_batches=2),
+    Row(TWICE, "selective", LLAMA, tensor=2, pipeline=4, sequence=True, **FOUR),
+    Row("replicated", None, LLAMA, replica=2, tensor=2, pipeline=2, virtual=2, sequence=True, **SHARDED),
 ]
-
-
-@functools.cache
-def one_device(model):
-    return ten_steps(Row(1, 1, 1, None, "replicated", None, model, micro_batches=1).config(), VOCABULARY)
 
 
 @pytest.mark.parametrize(
-    "row",
-    [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in MORE_LAYOUTS)],
-    ids=lambda row: "-".join(map(str, row)),
+    "row", [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in MORE_LAYOUTS)], ids=str
 )
 def test_a_pipeline_trains_the_model_of_one_device(row):
-    assert_same_training(ten_steps(row.config(), VOCABULARY), one_device(row.model))
+    assert_trains_as_one_device(row)
 
 
 SMALL = {"num_layers": 4, "num_query_groups": None}
@@ -98,7 +60,7 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_evaluation_and_logits_are_those_of_one_device(name):
-    alone, prog = program(config(1, **SMALL), VOCABULARY), program(STAGES[name], VOCABULARY)
+    alone, prog = program(config(1, **SMALL), EVEN_VOCABULARY), program(STAGES[name], EVEN_VOCABULARY)
     expected, found = alone.init().params, prog.init().params
     data = batch(0)
     for a, b in zip(prog.evaluate(found, prog.place(data)), alone.evaluate(expected, alone.place(data)), strict=True):
@@ -108,7 +70,7 @@ def test_evaluation_and_logits_are_those_of_one_device(name):
 
 
 def test_each_stage_holds_its_layers_alone():
-    prog = program(STAGES["2 stages of 2 chunks"], VOCABULARY)
+    prog = program(STAGES["2 stages of 2 chunks"], EVEN_VOCABULARY)
     gain = prog.init().params["blocks"]["mlp_norm"]["gain"]
     assert gain.shape == (2, 2, 24)
     stage = lambda device: int(np.argwhere(prog.mesh.devices == device)[0][0])
@@ -120,11 +82,22 @@ def test_each_stage_holds_its_layers_alone():
     assert len(jax.tree.leaves(prog.abstract.params)) == len(jax.tree.leaves(prog.model.abstract))
 
 
+def test_a_stage_of_several_chunks_makes_its_own_layers_alone():
+    """As much memory to begin with as for one chunk: 8 layers of which each of 4 stages has 2."""
+
+    def temporaries(virtual):
+        prog = program(Row(pipeline=4, virtual=virtual, micro_batches=4).config(num_layers=8), EVEN_VOCABULARY)
+        return prog.create.lower(threefry_key(0)).compile().memory_analysis().temp_size_in_bytes
+
+    one, two = temporaries(None), temporaries(2)
+    assert two < 1.05 * one
+
+
 def test_memory_does_not_grow_with_micro_batches():
     def temporaries(samples):
-        conf = Row(2, 1, 2, 2, "replicated", None, micro_batches=4).config()
+        conf = Row(data=2, pipeline=2, virtual=2, micro_batches=4).config()
         model = dataclasses.replace(conf.model, micro_batch_size=1, global_batch_size=samples, hidden_size=96)
-        prog = program(dataclasses.replace(conf, model=model), VOCABULARY)
+        prog = program(dataclasses.replace(conf, model=model), EVEN_VOCABULARY)
         compiled = prog.step.lower(prog.abstract, prog.abstract_batch()).compile()
         return compiled.memory_analysis().temp_size_in_bytes, prog.config.num_micro_batches
 
@@ -133,26 +106,6 @@ def test_memory_does_not_grow_with_micro_batches():
     assert abs(many - few) < 0.01 * few  # what there is: a weight per token, a number per sample, the timetable
 
 
-LOW = {
-    "scaled": ({"exp_avg_dtype": "scaled_fp8", "exp_avg_sq_dtype": "scaled_fp16"}, 1e-2),
-    "random": (
-        {"master": "none", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
-        1e-2,
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", LOW)
+@pytest.mark.parametrize("mode", ["scaled", "random"])
 def test_low_precision_follows_fp32_and_stages_keep_alike_what_they_share(mode):
-    optim, rtol = LOW[mode]
-    conf = Row(2, 1, 2, 2, "gather_on_forward", None).config()
-    model = dataclasses.replace(conf.model, optim=dataclasses.replace(conf.model.optim, **optim))
-    conf = dataclasses.replace(conf, model=model, trainer=dataclasses.replace(conf.trainer, precision="bf16"))
-    prog = program(conf, VOCABULARY)
-    state, rows = train(prog, 10)
-    np.testing.assert_allclose(rows[:, 0], one_device("gpt2")[0][:, 0], rtol=rtol)
-    for x in jax.tree.leaves(state):
-        held: dict = {}
-        for shard in x.addressable_shards:
-            value = np.asarray(shard.data).tobytes()
-            assert held.setdefault(str(shard.index), value) == value
+    assert_low_precision_follows_fp32(Row(FORWARD, data=2, pipeline=2, virtual=2, micro_batches=4), mode)

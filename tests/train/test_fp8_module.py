@@ -1,0 +1,63 @@
+"""The FP8 step compiled for 8 H100s: what is multiplied in eight bits, what is not, and the one reduction of amaxes."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from oracles import hlo
+
+from jzero import make_mesh
+from jzero.plan import targets
+from jzero.train.config import load_config
+from jzero.train.config_check import validate
+from jzero.train.step import build_program
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt3_1.3b_fp8.yaml"
+FP8, MATMUL = "__cublas$lt$matmul$f8", "__cublas$lt$matmul"
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # nothing can load a GPU's program
+    pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
+]
+SMALL = (
+    "model.num_layers=3", "model.hidden_size=256", "model.num_attention_heads=2", "model.encoder_seq_length=128",
+    "model.micro_batch_size=1", "model.global_batch_size=8", "model.vocab_size=1024",
+)  # fmt: skip
+FULL = ("model.global_batch_size=64",)  # two micro-batches
+
+
+@pytest.mark.parametrize("overrides", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "1.3B"])
+def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
+    config = load_config(CONFIG, ["model.attention_implementation=xla", *overrides])
+    config = validate(config, config.num_devices)
+    prog = build_program(config, make_mesh(data=8, devices=targets.devices("h100-sxm-80gb", 8)))
+    text = prog.step.lower(prog.abstract, prog.abstract_batch()).compile().as_text()
+    m, count, calls = config.model, config.num_micro_batches, hlo.library_calls(text)
+
+    eight = {result: n for (name, result), n in calls.items() if name == FP8}
+    assert sum(eight.values()) == m.num_layers * 4 * 3 * count
+    assert all(result.startswith("bf16[") for result in eight)
+
+    assert {name for name, _ in calls if "cublas" in name or "cudnn" in name} == {FP8, MATMUL}
+    tokens, width = m.micro_batch_size * m.encoder_seq_length, m.hidden_size
+    vocabulary = config.padded_vocab_size(m.vocab_size)
+    head = [{tokens, vocabulary}, {tokens, width}, {vocabulary, width}]
+    dimensions = lambda result: {int(n) for n in re.findall(r"\d+", result.split("[")[1])}
+    flat = {result: n for (name, result), n in calls.items() if name == MATMUL and result.count(",") == 1}
+    assert sum(flat.values()) == 3 * count, "of the head: forward and two backward"
+    assert all(dimensions(result) in head for result in flat)
+    batched = {result: n for (name, result), n in calls.items() if name == MATMUL and result not in flat}
+    heads = m.num_attention_heads * m.micro_batch_size
+    assert all(result.split("[")[1].startswith(f"{heads},") for result in batched), "of the attention alone"
+
+    reduced = re.findall(r" = (\w+\[[\d,]*\])\S* all-reduce(?:-start)?\(", text)
+    assert sorted(reduced) == sorted(["f32[3]", f"f32[{m.num_layers},4,3]"])
+
+    rounded = re.findall(r"= f32\[([\d,]+)\]\S* reduce-precision\(.*exponent_bits=8, mantissa_bits=3", text)
+    sizes = {math.prod(map(int, shape.split(","))) for shape in rounded}
+    weights = {x.size // m.num_layers for x in (prog.model.abstract["blocks"][a][b]["weight"] for a, b in PRODUCTS)}
+    assert weights <= sizes, "the compiler removed a cast of a weight"
+
+
+PRODUCTS = [("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")]
