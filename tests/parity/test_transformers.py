@@ -22,7 +22,7 @@ from jzero.train.metrics import means
 from jzero.train.step import build_program
 from jzero.train.weights import initial_values
 
-pytestmark = pytest.mark.filterwarnings("default::Warning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default::Warning")]
 V, T, BATCH = 61, 16, 8
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": T}
 LLAMA = {
