@@ -139,7 +139,9 @@ def test_the_first_state_is_that_of_the_initial_weights():
     alone = prog_of("one device")
     seen = observed(alone, alone.init())
     assert seen["saturated"].max() < 0.01
-    assert seen["flushed"][..., 2].max() < 0.01, "the first gradients would be lost"
+    assert seen["flushed"][:, 1:, 2].max() == 0, "the first gradients would be lost"
+    # position 0 attends to itself alone: the gradients of its query and key are rounding noise, a 24th of all
+    assert seen["flushed"][:, 0, 2].max() < 1 / 24
 
 
 def test_scales_are_those_of_the_recipe():
@@ -151,7 +153,7 @@ def test_scales_are_those_of_the_recipe():
     prog = prog_of("one device")
     assert prog.layout.scaling.recipe == DelayedScaling(amax_history_len=4)
     state = prog.init()
-    follows = jax.tree.map(np.asarray, state.fp8)
+    follows = jax.tree.map(jnp.array, state.fp8)
     for number in range(3):
         state, _ = prog.step(state, prog.place(batch(number)))
         follows = recipes.update(prog.layout.scaling.recipe, follows, state.fp8.amax_history[number])
