@@ -175,13 +175,16 @@ def test_a_layer_fed_a_million_times_its_usual_input_recovers():
     seen = observed(prog, fed(usual.fp8, 1e6))["saturated"]
     assert seen[1, 0, 0] > 0.9
     assert seen[0, :, 0].max() < 0.01
+    _, healthy = train(prog, 1, fed(usual.fp8, 1.0))
     state, rows = train(prog, 1, fed(usual.fp8, 1e6))
     assert np.isfinite(rows).all()
     assert state.fp8.scale[1, 0, 0] < 1e-5 * usual.fp8.scale[1, 0, 0]
     for _ in range(4):  # the history's length
         state, rows = train(prog, 1, fed(state.fp8, 1.0))
         assert np.isfinite(rows).all()
-    np.testing.assert_allclose(state.fp8.scale, usual.fp8.scale, rtol=0.3)
+    np.testing.assert_allclose(state.fp8.scale[1, 0, 0], usual.fp8.scale[1, 0, 0], rtol=0.2)
+    state, rows = train(prog, 1, fed(state.fp8, 1.0))
+    np.testing.assert_allclose(rows[0, 0], healthy[0, 0], rtol=1e-3)
     assert observed(prog, fed(state.fp8, 1.0))["saturated"].max() < 0.01
 
 
