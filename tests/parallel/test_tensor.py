@@ -103,6 +103,28 @@ def test_cross_entropy_with_the_vocabulary_split(size, scale):
     np.testing.assert_allclose(found[1], (softmax - own) * weight[..., None], rtol=1e-5, atol=1e-6)
 
 
+@SIZES
+def test_padding_of_the_vocabulary_has_no_part_in_a_loss(size):
+    """As if the last entries were not there, even where they are all that a rank has: losses, gradient, likeliest."""
+    tensor, padding = TensorParallel(size), V // 2 + 1
+    logits, labels = normal(B, T, V), np.random.default_rng(0).integers(0, V - padding, (B, T), dtype=np.int32)
+    logits[..., V - padding :] += 50.0
+
+    def all_three(logits, labels):
+        losses, vjp = jax.vjp(lambda logits: tensor.cross_entropy(logits, labels, padding), logits)
+        return losses, vjp(jnp.ones_like(losses))[0], tensor.likeliest(logits, padding)
+
+    parts = P(None, None, "tensor")
+    losses, gradient, likeliest = spread(all_three, size, (parts, P()), (P(), parts, P()))(logits, labels)
+    real = logits[..., : V - padding].astype(np.float64)
+    softmax = np.exp(real) / np.exp(real).sum(-1, keepdims=True)
+    own = labels[..., None] == np.arange(V - padding)
+    np.testing.assert_allclose(losses, -np.log(softmax[own].reshape(B, T)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient[..., : V - padding], softmax - own, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(gradient[..., V - padding :]).any()
+    np.testing.assert_array_equal(likeliest, real.argmax(-1))
+
+
 def test_logits_are_put_together_where_tokens_are_drawn():
     logits = normal(B, T, V)
     whole = spread(TensorParallel(4).whole_vocabulary, 4, (P(None, None, "tensor"),), P())

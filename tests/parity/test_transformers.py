@@ -22,7 +22,7 @@ from jzero.train.metrics import means
 from jzero.train.step import build_program
 from jzero.train.weights import initial_values
 
-pytestmark = pytest.mark.filterwarnings("default::Warning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default::Warning")]
 V, T, BATCH = 61, 16, 8
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": T}
 LLAMA = {
@@ -71,7 +71,7 @@ def program(request, theirs, tmp_path_factory):
     keys = [
         f"trainer.devices={devices}", "trainer.precision=32", "trainer.gradient_clip_val=1.0",
         "model.make_vocab_size_divisible_by=64", f"model.global_batch_size={BATCH}", "model.micro_batch_size=2",
-        "model.hidden_dropout=0", "model.attention_dropout=0", "model.optim.lr=1e-3", "model.optim.weight_decay=0.1",
+        "model.hidden_dropout=0", "model.attention_dropout=0", "model.optim.lr=2e-3", "model.optim.weight_decay=0.1",
         "model.optim.betas=[.9,.95]", "model.optim.sched={name: WarmupPolicy, warmup_steps: 0}",
         *(f"model.{key}={value}" for key, value in changes.items()),
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def test_twenty_steps_give_the_same_losses(theirs, program):
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    adam = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=1e-8)
     expected, found = [], []
     for number in range(20):
         data = batch(number, model)
@@ -173,7 +173,7 @@ def test_twenty_steps_give_the_same_losses(theirs, program):
         expected.append(loss.item())
         state, metrics = jax.block_until_ready(program.step(state, program.place(data)))
         found.append(float(metrics["loss"]))
-    assert expected[-1] < expected[0] - 0.2
+    assert expected[-1] < expected[0] - 0.1
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 

@@ -92,6 +92,7 @@ def test_model_config_takes_every_key_of_the_model():
     found = model_config(load_config(None, overrides), 257)
     assert found == GPTConfig(
         vocab_size=300,
+        vocab_padding=43,
         num_layers=3,
         hidden_size=48,
         num_attention_heads=4,
