@@ -56,10 +56,10 @@ def test_losses_are_those_of_sixteen_bit_parameters(recipe):
 
 
 LAYOUTS = {
-    "gather twice, 2 micro-batches": (4, "gather_twice", 2, {}),
     "data 2, tensor 2, pipeline 2": (8, "gather_on_forward", 2, {**SEQUENCE, **PIPELINE}),
 }
 MORE_LAYOUTS = {
+    "gather twice, 2 micro-batches": (4, "gather_twice", 2, {}),
     "data 8": (8, "replicated", 1, {}),
     "gather on forward, 2 micro-batches": (4, "gather_on_forward", 2, {}),
     "tensor 2, full checkpointing": (4, "gather_twice", 2, {**SEQUENCE, "activations_checkpoint_granularity": "full"}),
