@@ -50,6 +50,7 @@ ONE_DEVICE = (
 )
 """A run as one device computes it."""
 _LONGEST = 2048  # tokens of a training sequence that `convert` writes, where the model has more positions
+_NOT_OF_A_FILE = {"fp8", "attention_implementation", "do_layer_norm_weight_decay", "use_scaled_init_method"}
 _IMPORTED = ("model.optim.lr", "model.data.data_prefix")  # what to set besides
 
 
@@ -215,7 +216,7 @@ def _model_keys(folder: Path) -> dict[str, Any]:
     """The section `model` of a configuration for the model in a folder of Hugging Face's."""
     config = hf.read_config(folder)
     shared = {field.name for field in dataclasses.fields(Model)} & {field.name for field in dataclasses.fields(config)}
-    keys = {name: getattr(config, name) for name in shared}
+    keys = {name: getattr(config, name) for name in shared - _NOT_OF_A_FILE}
     keys["type"] = "bert" if isinstance(config, BertConfig) else "gpt"
     keys["data"] = {"data_prefix": "data/text"}  # the built-in corpus has tokens of its own
     keys["encoder_seq_length"] = min(config.max_position_embeddings, _LONGEST)
