@@ -26,6 +26,7 @@ REFERENCE = "bf16"
 MODES = {
     REFERENCE: ["model.fp8=false"],
     "fp8, delayed scaling": [],
+    "fp8 parameters too": ["model.fp8_params=true"],
     "fp8, current scaling": ["model.fp8_recipe=current", "model.fp8_amax_history_len=1024"],
 }
 

@@ -207,3 +207,17 @@ def test_low_precision_ends_where_float32_state_does(tmp_path):
     assert result["rows"][result["reference"]]["loss"] < 4  # it has learned: a byte in 257 is log 257 = 5.5
     for row in result["rows"].values():
         assert abs(row["of_reference"] - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_fp8_products_end_where_bfloat16_does(tmp_path):
+    script, names = str(ROOT / "benchmarks" / "fp8.py"), ["fp8, delayed scaling", "fp8, current scaling"]
+    small = ("model.num_layers=2", "model.hidden_size=64", "model.encoder_seq_length=64", "trainer.limit_val_batches=4")
+    python(tmp_path, script, "--steps", "40", "--seeds", "1", "--json", "out.json", "--overrides", *small)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert list(result["rows"]) == [result["reference"], *names]
+    assert result["rows"][result["reference"]]["mean"] < 4  # it has learned: a byte in 257 is log 257 = 5.5
+    for name in names:
+        [loss] = result["rows"][name]["losses"]
+        assert loss != result["rows"][result["reference"]]["mean"]
+        assert result["rows"][name]["largest_deviation"] < 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.fp8 import E4M3, Quantised, Slots
-from jzero.fp8.parameters import from_values
+from jzero.fp8.parameters import from_values, is_quantised
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
 from jzero.models.functions import Functions
@@ -133,6 +134,14 @@ class Layout:
         recipe = self.tx.core.fp8_recipe
         one = lambda x, leaf: from_values(x, stacked=leaf.stacked, recipe=recipe) if leaf.quantised else x
         return self._each(one, values)
+
+    def fp8_weights(self, params: Any) -> list[Quantised]:
+        """This rank's part of the FP8 parameters as they are stored, in the order of the products, each [V l, ...]."""
+        blocks = self.in_one(params[BLOCKS])
+        found = [
+            functools.reduce(lambda tree, key: tree[key], (*path, "weight"), blocks) for path in self.scaling.products
+        ]
+        return [w for w in found if is_quantised(w)]
 
     def own_shards(self, params: Any) -> list[Any]:
         """This rank's shards of the stored parameters, in the plan's order."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from jzero.fp8.parameters import is_quantised
 from jzero.train.layout import bytes_per_device
 from jzero.train.step import Program
 
@@ -53,14 +54,13 @@ def placements(program: Program) -> list[Placement]:
     shapes = [x.shape for x in jax.tree.leaves(model.abstract)]
     stored = layout.abstract_params()
     report = layout.tx.partition_report(stored)
-    rows = zip(
-        jax.tree_util.tree_leaves_with_path(stored), names, shapes, layout.plan.leaves, layout.tx.plan(stored).leaves,
-        report, strict=True,
-    )  # fmt: skip
+    named = jax.tree_util.tree_leaves_with_path(stored, is_leaf=is_quantised)
+    rows = zip(named, names, shapes, layout.plan.leaves, layout.tx.plan(stored).leaves, report, strict=True)
     out = []
     for (path, x), dimensions, shape, leaf, state, row in rows:
         extra = max(leaf.stacked - 1, 0)  # a dimension of chunks, which the model's parameter has not
-        split = _split(_names(dimensions, leaf.split is None and layout.sharded), x.sharding, extra)
+        own = x.value if is_quantised(x) else x
+        split = _split(_names(dimensions, leaf.split is None and layout.sharded), own.sharding, extra)
         sharding = NamedSharding(layout.mesh, state.shard_spec)
         state_split = _split(_names(dimensions, state.split is None), sharding, extra)
         where = jax.tree_util.keystr(path, simple=True, separator="/")

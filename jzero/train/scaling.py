@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import JzeroError
-from jzero.fp8 import BlockScaling, DelayedScaling, DelayedState, Quantised, Slots, recipes
+from jzero.fp8 import BlockScaling, DelayedScaling, DelayedState, Quantised, Slots, numerics, recipes
 from jzero.fp8.recipes import Recipe
 from jzero.mesh import BATCH_AXES, data_ranks
 from jzero.optim import collectives, regions
@@ -144,6 +144,24 @@ class Scaling:
         shares = total / (data_ranks(self.mesh) * self.mesh.shape[AXIS] * micro_batches)
         scale = state.scale if self.delayed else self.recipe.scale(amax, jnp.ones_like(amax))
         return {"amax": amax, "scale": scale, "saturated": shares[..., 0], "flushed": shares[..., 1]}
+
+    def with_weights(self, observed: dict[str, Array], weights: Sequence[Quantised]) -> dict[str, Array]:
+        """`observed`, where weights are FP8 parameters with the amaxes and scales that these have.
+
+        Args:
+            observed: as above; a product says nothing of a weight that it does not cast.
+            weights: this rank's part of each product's, [V l, ...]; empty where they are none.
+        """
+        if not weights:
+            return observed
+        amax = lambda w: numerics.amax(w.value.astype(jnp.float32), tuple(range(1, w.value.ndim))) / w.scale
+        own = jnp.stack([jnp.stack([amax(w), w.scale], -1) for w in weights], 1)
+        axes = (*self.axes, *self.pipeline.axes)
+        whole = jax.lax.pmax(self.pipeline.in_place(collectives.vary(own, axes)), axes)
+        return {
+            **observed,
+            **{name: observed[name].at[..., 1].set(whole[..., i]) for i, name in enumerate(("amax", "scale"))},
+        }
 
     def named(self, observed: Mapping[str, Any]) -> dict[str, float]:
         """What `observed` gives as scalars for the metrics: "fp8/amax/layer 0/qkv/input"."""

@@ -251,7 +251,7 @@ class Program:
     def _observe(self, state: TrainState, batch: Batch) -> dict[str, Array]:
         scaling, count = self.layout.scaling, self.config.num_micro_batches
         seen = self._gradients(state, batch, scaling.slots(state.fp8, observe=True))[2]
-        return scaling.observed(state.fp8, seen, count)
+        return scaling.with_weights(scaling.observed(state.fp8, seen, count), self.layout.fp8_weights(state.params))
 
     def _measure(self, params: Any, batch: Batch, fp8: Any) -> dict[str, tuple[Array, Array]]:
         weights = self.layout.start(params, self.layout.scaling.slots(fp8))

@@ -32,6 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = "h100-sxm-80gb"
 XLA = "model.attention_implementation=xla"  # so that the numbers do not depend on whether cuDNN is here
 POLICIES = ("replicated", "gather_on_forward", "gather_twice")
+OPTIMIZERS = ("distributed_fused_adam", "fused_adam")
 
 
 @functools.cache
@@ -90,6 +91,17 @@ def test_gpt3_175b_on_1024_gpus_plans_in_two_minutes_of_two_cores():
     gathers = [use for use in report.collectives if use.kind == "all-gather" and use.loop]
     assert gathers
     assert all(use.axis == "data" for use in gathers)
+
+
+def test_gpt3_175b_in_a_pipeline_fits_with_zero_and_does_not_without():
+    """Tensor 8 × pipeline 4 × data 32, gradients summed in float32 on the rank."""
+    sizes = {"tensor": 8, "pipeline": 4}
+    grid = ["model.sequence_parallel=true", *(f"model.{axis}_model_parallel_size={n}" for axis, n in sizes.items())]
+    keys = [*grid, "model.optim.policy=replicated", "model.grad_accumulation=local"]
+    memory = [planned("gpt3_175b", *keys, f"model.optim.name={n}")[1].memory for n in OPTIMIZERS]
+    assert [m.fits for m in memory] == [True, False]
+    state, whole = (m.optimizer for m in memory)
+    assert state == pytest.approx(whole / 32, rel=1e-3)
 
 
 def test_four_times_the_layers_are_the_same_program():

@@ -139,7 +139,9 @@ def test_the_first_state_is_that_of_the_initial_weights():
     alone = prog_of("one device")
     seen = observed(alone, alone.init())
     assert seen["saturated"].max() < 0.01
-    assert seen["flushed"][..., 2].max() < 0.01, "the first gradients would be lost"
+    assert seen["flushed"][:, 1:, 2].max() == 0, "the first gradients would be lost"
+    # position 0 attends to itself alone: the gradients of its query and key are rounding noise, a 24th of all
+    assert seen["flushed"][:, 0, 2].max() < 1 / 24
 
 
 def test_scales_are_those_of_the_recipe():
@@ -151,7 +153,7 @@ def test_scales_are_those_of_the_recipe():
     prog = prog_of("one device")
     assert prog.layout.scaling.recipe == DelayedScaling(amax_history_len=4)
     state = prog.init()
-    follows = jax.tree.map(np.asarray, state.fp8)
+    follows = jax.tree.map(jnp.array, state.fp8)
     for number in range(3):
         state, _ = prog.step(state, prog.place(batch(number)))
         follows = recipes.update(prog.layout.scaling.recipe, follows, state.fp8.amax_history[number])
@@ -173,13 +175,16 @@ def test_a_layer_fed_a_million_times_its_usual_input_recovers():
     seen = observed(prog, fed(usual.fp8, 1e6))["saturated"]
     assert seen[1, 0, 0] > 0.9
     assert seen[0, :, 0].max() < 0.01
+    _, healthy = train(prog, 1, fed(usual.fp8, 1.0))
     state, rows = train(prog, 1, fed(usual.fp8, 1e6))
     assert np.isfinite(rows).all()
     assert state.fp8.scale[1, 0, 0] < 1e-5 * usual.fp8.scale[1, 0, 0]
     for _ in range(4):  # the history's length
         state, rows = train(prog, 1, fed(state.fp8, 1.0))
         assert np.isfinite(rows).all()
-    np.testing.assert_allclose(state.fp8.scale, usual.fp8.scale, rtol=0.3)
+    np.testing.assert_allclose(state.fp8.scale[1, 0, 0], usual.fp8.scale[1, 0, 0], rtol=0.2)
+    state, rows = train(prog, 1, fed(state.fp8, 1.0))
+    np.testing.assert_allclose(rows[0, 0], healthy[0, 0], rtol=1e-3)
     assert observed(prog, fed(state.fp8, 1.0))["saturated"].max() < 0.01
 
 

@@ -9,11 +9,14 @@ import pytest
 from oracles.stablehlo import collectives
 from programs import batch, program, train
 from test_fp8 import PIPELINE, SEQUENCE, STEPS, TENSOR, VOCABULARY, fp8
+from test_full_size import program as full_size
 
 from jzero.fp8 import E4M3, Quantised, dequantise
 from jzero.fp8.parameters import is_quantised
+from jzero.plan import hlo, targets
 from jzero.train.checkpoint import Checkpoints
 from jzero.train.config_check import validate
+from jzero.train.placement import placements
 
 NARROW = {"fp8_params": True, "precision": "bf16"}
 WEIGHTS = [("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")]
@@ -162,6 +165,25 @@ def test_a_run_starts_from_weights():
         assert a.value.sharding == b.value.sharding
 
 
+def test_where_parameters_live():
+    """Bytes of a device: a byte per weight and a scale per layer; state as the optimizer's report says."""
+    prog = program(narrow(8, "gather_on_forward"), VOCABULARY)
+    rows = {row.path: row for row in placements(prog)}
+    for a, b in WEIGHTS:
+        row = rows[f"blocks/{a}/{b}/weight"]
+        count = int(np.prod(row.shape))
+        history = 4 * 2 * (1 + prog.config.model.fp8_amax_history_len)
+        assert (row.dtype, row.bytes, row.state_bytes) == (
+            "float8_e4m3fn",
+            count // 8 + 4 * 2,
+            12 * count // 8 + history,
+        )
+    held = sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(prog.abstract.params)
+    )
+    assert sum(row.bytes for row in rows.values()) == held
+
+
 REFUSED = [
     ({"fp8": False}, "model.fp8_params: FP8 parameters are multiplied in FP8, found model.fp8 false"),
     ({"recipe": "mxfp8"}, "model.fp8_params: FP8 parameters have a scale per layer, found model.fp8_recipe mxfp8"),
@@ -174,3 +196,38 @@ REFUSED = [
 def test_settings_that_do_not_go_together(changes, match):
     with pytest.raises(ValueError, match=match):
         validate(narrow(2, **{"vocab_size": VOCABULARY, **changes}))
+
+
+def test_observed_weights_are_the_parameters():
+    """A product says nothing of a weight that comes in FP8: amax and scale are those of the parameter."""
+    prog = program(narrow(4, "gather_on_forward", **TENSOR), VOCABULARY)
+    state = prog.init()
+    seen = prog.observe(state, prog.place(batch(0)))
+    for i, w in enumerate(weights(state.params)):
+        value = np.abs(np.asarray(w.value, np.float32)).reshape(2, -1).max(1)
+        np.testing.assert_array_equal(seen["scale"][:, i, 1], w.scale)
+        np.testing.assert_allclose(seen["amax"][:, i, 1], value / np.asarray(w.scale), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
+def test_a_step_compiled_for_gpus():
+    """All products of the layers in FP8, weights gathered as bytes, one all-reduce of all amaxes."""
+    layers, options = 2, ["model.fp8=true", "model.fp8_params=true", "model.optim.policy=replicated"]
+    small = [f"model.num_layers={layers}", "model.global_batch_size=64", "model.optim.overlap_param_sync=false"]
+    prog = full_size("gpt2_124m", *options, *small)
+    module = hlo.parse(prog.step.lower(prog.abstract, prog.abstract_batch()).compile().as_text())
+    arrays = {"all-gather": [], "all-reduce": []}
+    products = 0
+    for instruction, _, times in hlo.walk(module, module.entry):
+        kind = instruction.opcode.removesuffix("-start")
+        arrays.get(kind, []).extend(instruction.arrays)
+        products += times * (instruction.attribute("custom_call_target") == "__cublas$lt$matmul$f8")
+    assert products == layers * 4 * 3
+    shapes = [w.value for w in weights(prog.abstract.params)]
+    gathered = [a for a in arrays["all-gather"] if a.dtype in ("u8", "f8e4m3fn")]
+    assert sorted(a.size for a in gathered if a.size in {x.size for x in shapes}) == sorted(x.size for x in shapes)
+    assert not [a for a in arrays["all-gather"] if a.dtype == "bf16" and a.size in {x.size for x in shapes}]
+    assert sorted(a.size for a in arrays["all-reduce"]) == [3, layers * 4 * (3 + 1)]
