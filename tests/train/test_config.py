@@ -228,7 +228,6 @@ def test_files_that_cannot_be_read(tmp_path):
         ("model.optim.nccl_ub", "CUDA"),
         ("model.optim.pipeline_size", "XLA schedules"),
         ("model.rampup_batch_size", "not available in this version; model.global_batch_size is constant"),
-        ("model.fp8_params", "FP8 parameters are not available in this version"),
         ("model.first_last_layers_bf16", "all layers are in FP8, or none"),
         ("model.data.seq_length", "use model.encoder_seq_length"),
         ("model.nsys_profile.enabled", "profiler"),
