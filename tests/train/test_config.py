@@ -255,7 +255,7 @@ def test_hints_are_for_keys_that_do_not_exist_and_values_that_are_refused():
 def test_hints_name_only_keys_that_exist():
     known = [key for key, _ in keys(Config)]
     for text in set(HINTS.values()):
-        for named in re.findall(r"\b(?:trainer|model|exp_manager)\.[a-z_.]*[a-z_]", text):
+        for named in re.findall(r"\b(?:trainer|model|exp_manager)\.[a-z_.0-9]*[a-z_0-9]", text):
             assert [k for k in known if k == named or k.startswith(named + ".")], named
 
 
