@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jzero.errors import JzeroError
+from jzero.fp8 import DelayedScaling
 from jzero.models import BertConfig, GPTConfig
 from jzero.train.config import Config, Model, Trainer, load_config, model_config
 from jzero.train.config_check import validate
@@ -86,7 +87,7 @@ def test_model_config_takes_every_key_of_the_model():
         "model={hidden_dropout: 0.25, attention_dropout: 0.5, normalization: rmsnorm, layernorm_epsilon: 1e-3}",
         "model={activation: swiglu, position_embedding_type: rope, rotary_base: 500, rotary_percentage: 0.5}",
         "model={bias: false, share_embeddings_and_output_weights: false, attention_implementation: xla}",
-        "model.do_layer_norm_weight_decay=true",
+        "model={do_layer_norm_weight_decay: true, fp8: true}",
         "model.make_vocab_size_divisible_by=100",
     ]
     found = model_config(load_config(None, overrides), 257)
@@ -113,6 +114,7 @@ def test_model_config_takes_every_key_of_the_model():
         rotary_percentage=0.5,
         attention_implementation="xla",
         do_layer_norm_weight_decay=True,
+        fp8=DelayedScaling(),
         param_dtype=jnp.dtype("float32"),
         share_embeddings_and_output_weights=False,
     )
