@@ -89,11 +89,13 @@ def test_model_config_takes_every_key_of_the_model():
         "model={bias: false, share_embeddings_and_output_weights: false, attention_implementation: xla}",
         "model={do_layer_norm_weight_decay: true, fp8: true}",
         "model.make_vocab_size_divisible_by=100",
+        "model.fp8=true",
     ]
     found = model_config(load_config(None, overrides), 257)
     assert found == GPTConfig(
         vocab_size=300,
         vocab_padding=43,
+        fp8=DelayedScaling(),
         num_layers=3,
         hidden_size=48,
         num_attention_heads=4,
