@@ -89,7 +89,6 @@ def test_model_config_takes_every_key_of_the_model():
         "model={bias: false, share_embeddings_and_output_weights: false, attention_implementation: xla}",
         "model={do_layer_norm_weight_decay: true, fp8: true}",
         "model.make_vocab_size_divisible_by=100",
-        "model.fp8=true",
     ]
     found = model_config(load_config(None, overrides), 257)
     assert found == GPTConfig(
@@ -116,7 +115,6 @@ def test_model_config_takes_every_key_of_the_model():
         rotary_percentage=0.5,
         attention_implementation="xla",
         do_layer_norm_weight_decay=True,
-        fp8=DelayedScaling(),
         param_dtype=jnp.dtype("float32"),
         share_embeddings_and_output_weights=False,
     )
