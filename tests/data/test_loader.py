@@ -217,6 +217,7 @@ def config(data_prefix, *, library="bytes", path=None, **data):
     }
     return SimpleNamespace(
         model=SimpleNamespace(
+            type="gpt",
             seed=5,
             encoder_seq_length=16,
             vocab_size=None,

@@ -68,6 +68,7 @@ def logits(params, config, batch):
 def means(params, config, batch):
     """Loss of masked tokens and of pairs, and the share of each that is right: of the whole batch."""
     scores, pairs = logits(params, config, batch)
+    scores = scores[..., : config.vocab_size - config.vocab_padding]  # padding is no token
     found = {"lm_loss": [], "lm_accuracy": [], "nsp_loss": [], "nsp_accuracy": []}
     for b, t in np.argwhere(batch["loss_mask"] == 1):
         found["lm_loss"].append(-np.log(softmax(scores[b, t])[batch["labels"][b, t]]))

@@ -22,7 +22,7 @@ class Scripted:
         self.table = jnp.asarray(table, jnp.float32)
         self.traced = 0
 
-    def logits(self, params, tokens):
+    def logits(self, params, tokens, fp8):
         self.traced += 1
         assert tokens.shape == (1, self.config.model.encoder_seq_length)
         return self.table[tokens] * params
@@ -58,7 +58,7 @@ def test_the_window_keeps_the_newest_text():
     """A model that repeats the token three places back, so that a shifted window shows."""
 
     class ThreeBack(Scripted):
-        def logits(self, params, tokens):
+        def logits(self, params, tokens, fp8):
             return jax.nn.one_hot(jnp.roll(tokens, 3, axis=1), 384) * params
 
     assert sample(ThreeBack(np.zeros((1, 1))), "abcd", tokens=30, temperature=0.0) == ("abcd" * 9)[:34]

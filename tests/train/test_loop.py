@@ -157,9 +157,9 @@ def test_a_signal_during_an_evaluation_ends_it_and_it_is_made_up_for(start, tmp_
         if step == 3:
             measure = run.program.measure
 
-            def interrupted(params, batch):
+            def interrupted(params, batch, fp8):
                 signal.raise_signal(signal.SIGTERM)
-                return measure(params, batch)
+                return measure(params, batch, fp8)
 
             run.program.measure = interrupted
 
