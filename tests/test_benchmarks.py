@@ -211,7 +211,8 @@ def test_low_precision_ends_where_float32_state_does(tmp_path):
 
 @pytest.mark.slow
 def test_fp8_products_end_where_bfloat16_does(tmp_path):
-    script, names = str(ROOT / "benchmarks" / "fp8.py"), ["fp8, delayed scaling", "fp8 parameters too", "fp8, current scaling"]
+    script = str(ROOT / "benchmarks" / "fp8.py")
+    names = ["fp8, delayed scaling", "fp8 parameters too", "fp8, current scaling"]
     small = ("model.num_layers=2", "model.hidden_size=64", "model.encoder_seq_length=64", "trainer.limit_val_batches=4")
     python(tmp_path, script, "--steps", "40", "--seeds", "1", "--json", "out.json", "--overrides", *small)
     result = json.loads((tmp_path / "out.json").read_text())
