@@ -30,21 +30,22 @@ def block(x, w):
     return x + h @ w["mlp"]["down"]["weight"] + w["mlp"]["down"]["bias"]
 
 
-def loss_fn(params, batch, body):
+def loss_fn(params, batch, body, vocabulary):
     x = params["embedding"]["token"][batch["tokens"]] + params["embedding"]["position"][: batch["tokens"].shape[1]]
     x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params["blocks"])
     logits = layer_norm(x, params["final_norm"]) @ params["embedding"]["token"].T
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, -1e30)  # the table's last rows are padding
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     return (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
 
 
-def make_step(tx, remat: bool):
+def make_step(tx, remat: bool, vocabulary: int):
     """`(params, state, batch) -> (params, state, loss, norm)`, jitted and donated; the compiler places everything."""
     body = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable) if remat else block
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, body)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, body, vocabulary)
         norm = optax.tree.norm(grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, norm

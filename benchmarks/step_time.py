@@ -102,7 +102,7 @@ def _plain(program, config, batch, remat):
     whole = NamedSharding(mesh, PartitionSpec())
     params = jax.device_put(jax.jit(program.model.init)(jax.random.key(config.model.seed)), whole)
     held = [params, jax.device_put(tx.init(params), whole)]
-    step = make_step(tx, remat)
+    step = make_step(tx, remat, VOCABULARY)
     placed = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
     def run() -> float:
