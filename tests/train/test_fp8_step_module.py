@@ -17,7 +17,6 @@ CONFIG = Path(__file__).parents[2] / "configs" / "gpt3_1.3b_fp8.yaml"
 FP8, MATMUL = "__cublas$lt$matmul$f8", "__cublas$lt$matmul"
 pytestmark = [
     pytest.mark.gpu_compiler,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # nothing can load a GPU's program
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
 SMALL = (
@@ -36,11 +35,14 @@ def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
     m, count, calls = config.model, config.num_micro_batches, hlo.library_calls(text)
 
     eight = {result: n for (name, result), n in calls.items() if name == FP8}
-    assert sum(eight.values()) == m.num_layers * 4 * 3 * count
+    tokens, width = m.micro_batch_size * m.encoder_seq_length, m.hidden_size
+    rows = lambda result: int(re.findall(r"\d+", result.split("[")[1])[0])
+    # XLA joins some products of one weight and two micro-batches: one call of twice the rows
+    joined = lambda result: 1 if rows(result) in (tokens, width, 3 * width, 4 * width) else rows(result) // tokens
+    assert sum(n * joined(result) for result, n in eight.items()) == m.num_layers * 4 * 3 * count
     assert all(result.startswith("bf16[") for result in eight)
 
     assert {name for name, _ in calls if "cublas" in name or "cudnn" in name} == {FP8, MATMUL}
-    tokens, width = m.micro_batch_size * m.encoder_seq_length, m.hidden_size
     vocabulary = config.padded_vocab_size(m.vocab_size)
     head = [{tokens, vocabulary}, {tokens, width}, {vocabulary, width}]
     dimensions = lambda result: {int(n) for n in re.findall(r"\d+", result.split("[")[1])}
