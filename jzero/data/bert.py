@@ -64,7 +64,8 @@ def bert_tokens(tokenizer: Any) -> BertTokens:
         )
     special = {*found.values(), *tokenizer.special_ids}
     ordinary = np.array(sorted(set(pieces.values()) - special), np.int32)
-    return BertTokens(**found, ordinary=ordinary, continues=_continues(pieces, tokenizer.vocab_size))  # type: ignore[arg-type]
+    continues = _continues(pieces, tokenizer.vocab_size)
+    return BertTokens(**found, ordinary=ordinary, continues=continues)  # type: ignore[arg-type]  none is missing
 
 
 def _continues(pieces: dict[str, int], vocab_size: int) -> np.ndarray | None:

@@ -104,7 +104,7 @@ class IndexedDataset(Sequence):
         """The number of sequences."""
         return len(self.sizes)
 
-    def __getitem__(self, i: int) -> np.ndarray:  # type: ignore[override]
+    def __getitem__(self, i: int) -> np.ndarray:  # type: ignore[override]  no slices
         """The tokens of sequence `i` (negative: from the end), a read-only view."""
         return self.get(i)
 

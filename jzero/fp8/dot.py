@@ -246,7 +246,8 @@ def _forward_blocks(x: Array, w: Weight, scales: Array, options: Options) -> tup
     y = blocks.matmul(blocks.quantise(flat_x, dtypes[0]), blocks.quantise(flat_w.T, dtypes[1]), options.dtypes[0])
     across = blocks.quantise(flat_x.T, dtypes[0])  # for dw, whose contraction is over the batch
     shape = x.shape[: x.ndim - options.contract] + w.shape[options.contract :]
-    return y.reshape(shape), Residuals(across, w, scales, jnp.stack([amax(x), amax(w)]))  # type: ignore[arg-type]
+    amaxes = jnp.stack([amax(x), amax(w)])
+    return y.reshape(shape), Residuals(across, w, scales, amaxes)
 
 
 def _backward_blocks(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array, None]:

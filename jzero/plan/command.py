@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments: config, overrides, target, devices, hosts, layout, json, hlo, quick, sweep, results, workers, write.
     """
     with contextlib.suppress(RuntimeError):  # JAX is in use already: leave it
-        if not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        if not jax.config.jax_platforms:  # type: ignore[attr-defined]  JAX adds it at run time
             jax.config.update("jax_platforms", "cpu")  # a GPU of this machine is not touched
     for path in (arguments.json, arguments.hlo, arguments.write):  # before minutes of compiling
         if path and path != "-" and not Path(path).absolute().parent.is_dir():

@@ -103,7 +103,7 @@ def compile_step(
 def _without_cache() -> Iterator[None]:
     """JAX's cache on disk cannot read back executables of a GPU that is not there: write none, and do not warn."""
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    before = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]  JAX adds it at run time
     jax.config.update(name, float("inf"))
     try:
         with warnings.catch_warnings():

@@ -160,7 +160,7 @@ def available() -> bool:
     """Whether the GPU compiler is installed and JAX, as it is set up, may start it without a GPU."""
     if not any(_found(name) for name in _PLUGINS):
         return False
-    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]  JAX adds it at run time
     return platforms != "" or os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == "1" or _set_cpu()
 
 

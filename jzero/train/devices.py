@@ -175,7 +175,7 @@ class _Heard(logging.Handler):
 
 
 def _platforms() -> str:
-    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]  JAX adds it at run time
 
 
 def _try_update(key: str, value: str | int) -> bool:
