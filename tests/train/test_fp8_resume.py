@@ -22,9 +22,15 @@ KEYS = [
     "exp_manager.checkpoint.every_n_steps=2",
     "generate.tokens=0",
     "model={global_batch_size: 4, micro_batch_size: 4, encoder_seq_length: 16, num_layers: 2, hidden_size: 32}",
-    "model={num_attention_heads: 4, vocab_size: 256}",
+    "model.num_attention_heads=4",
     "model.optim.sched={max_steps: 4, warmup_steps: 1}",
 ]
+
+
+def scales(state):
+    """Scales and histories of products and of FP8 parameters: the same numbers however layers are stored."""
+    found = jax.tree_util.tree_leaves_with_path((state.fp8, state.opt.fp8))
+    return {jax.tree_util.keystr(path): np.array(x).ravel() for path, x in found}
 
 
 @pytest.mark.parametrize("changes", [{}, {"optim": {"master": "scaled_fp16"}}], ids=["fp32 masters", "scaled masters"])
@@ -34,6 +40,7 @@ def test_an_interleaved_pipeline_goes_on_bit_for_bit_and_elsewhere_to_a_thousand
     state, _ = train(prog, 2)
     checkpoints = Checkpoints(tmp_path, async_save=False)
     checkpoints.save(2, state, {"model": {}})
+    kept = scales(state)
     unbroken, rows = train(prog, 2, state)
     again, found = train(prog, 2, checkpoints.restore(prog.abstract)[0])
     np.testing.assert_array_equal(found, rows)
@@ -41,8 +48,8 @@ def test_an_interleaved_pipeline_goes_on_bit_for_bit_and_elsewhere_to_a_thousand
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), again, unbroken)
     other = program(narrow(2, "gather_twice", 2, num_layers=4, **changes), VOCABULARY)
     moved = Checkpoints(tmp_path, read_only=True, plan=other.layout.plan).restore(other.abstract)[0]
-    assert np.asarray(moved.fp8.amax_history)[:2].all(), "a layer's history was lost"
-    assert np.asarray(moved.fp8.amax_history).shape[1] == 4
+    for name, found in scales(moved).items():
+        np.testing.assert_array_equal(found, kept[name], err_msg=name)
     assert_close(train(other, 2, moved)[1], rows, 1e-3)
 
 
@@ -67,8 +74,8 @@ RUNS = {
     ("run", "now", "message"),
     [
         ("plain", "products", r"fp8/\w+: expected \w+\[.*\], found no such leaf \(.*model\.fp8 was False, is True"),
-        ("plain", "parameters", r"params/blocks/.*/weight: expected .*model\.fp8_params was False, is True"),
-        ("products", "parameters", r"params/blocks/.*/weight: expected .*model\.fp8_params was False, is True"),
+        ("plain", "parameters", r"params/blocks/.*/weight/scale: expected .*model\.fp8_params was False, is True"),
+        ("products", "parameters", r"params/blocks/.*/weight/scale: expected .*model\.fp8_params was False, is True"),
         ("parameters", "products", r"params/blocks/.*/weight: expected .*model\.fp8_params was True, is False"),
     ],
 )
@@ -81,15 +88,15 @@ def test_a_run_that_goes_on_with_other_fp8_says_what_to_do(folders, run, now, me
     assert str(error.value).endswith(expected)
 
 
-@pytest.mark.parametrize(("run", "now"), [(a, b) for a in RUNS for b in RUNS if b != "plain" and (a, b) != (b, a)])
+@pytest.mark.parametrize(("run", "now"), [(a, b) for a in RUNS for b in RUNS if b != "plain"])
 def test_a_new_run_starts_from_the_weights_of_another(folders, run, now):
     """Weights alone go over, rounded to E4M3 if they were FP8 parameters; scales are those of these weights."""
     root, keys = folders
     config = load_config(None, [*keys, "exp_manager.name=new", *RUNS[now], f"model.restore_from_path={root / run}"])
-    prog = build_program(config, make_mesh(devices=jax.devices()[:1]), 256)
-    state = prog.start(initial_values(config, prog, 256, lambda line: None))
+    prog = build_program(config, make_mesh(devices=jax.devices()[:1]), 257)
+    state = prog.start(initial_values(config, prog, 257, lambda line: None))
     saved = load_config(root / run / "config.yaml")
-    before = build_program(saved, make_mesh(devices=jax.devices()[:1]), 256)
+    before = build_program(saved, make_mesh(devices=jax.devices()[:1]), 257)
     params = load_params(root / run, before.abstract.params, "last", plan=before.layout.plan)
     for i, (old, new) in enumerate(
         (params["blocks"][a][b]["weight"], state.params["blocks"][a][b]["weight"]) for a, b in prog.model.products
@@ -100,7 +107,7 @@ def test_a_new_run_starts_from_the_weights_of_another(folders, run, now):
         else:
             np.testing.assert_array_equal(np.asarray(new), np.asarray(dequantise(old)))
             np.testing.assert_allclose(state.fp8.scale[:, i, 1], 448 / amax, rtol=1e-6)
-        np.testing.assert_array_equal(state.fp8.scale[:, i, 0], 448)
+        np.testing.assert_array_equal(state.fp8.scale[:, i, 0], 1)
     assert not np.asarray(state.fp8.amax_history).any()
     assert (int(state.fp8.count), int(state.step)) == (0, 0)
     assert len(weights(state.params)) == 4
