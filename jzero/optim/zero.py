@@ -175,7 +175,7 @@ class Zero:
                 f"zero: init needs whole arrays, found a call inside shard_map over {bound}; call it outside"
             )
         plan = self.plan(params)
-        with regions.naming_closures():
+        with regions.explaining_closures(self.mesh):
             flat = plan.flatten(params, "params")
             given = flat if masters is None else plan.flatten(masters, "masters")
             return self._init_program(plan, masters is not None)(flat, given)
@@ -286,7 +286,7 @@ class Zero:
         values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
         extra = gradients.numeric(extra)
         program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
-        with regions.naming_closures():
+        with regions.explaining_closures(self.mesh):
             out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
         return plan.unflatten(out), dataclasses.replace(after, plan=state.plan)
 
