@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.fp8 import E4M3, Quantised, Slots
-from jzero.fp8.parameters import from_values, is_quantised
+from jzero.fp8.parameters import is_quantised
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
 from jzero.models.functions import Functions
@@ -92,10 +92,6 @@ class Layout:
         """The inverse of `split`."""
         return {**outer, BLOCKS: blocks}
 
-    def _each(self, f: Any, tree: Any) -> Any:
-        flat = self.plan.flatten(tree, "parameters")
-        return self.plan.unflatten([f(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)])
-
     # --- storing -----------------------------------------------------------------------------------------------------
 
     def abstract_params(self) -> Any:
@@ -111,29 +107,22 @@ class Layout:
 
         return self.plan.unflatten([one(leaf) for leaf in self.plan.leaves])
 
-    def store(self, params: Any) -> Any:
-        """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
+    def cut_all(self, params: Any) -> Any:
+        """Whole parameters (traced, outside any manual region; layers [L, ...]) as float32 shards."""
 
-        def one(x: Array, leaf: Any) -> Array:
-            x = x.reshape(leaf.shape)
-            if not self.sharded:
-                return x
+        def one(x: Array, leaf: Leaf) -> Array:
+            x = x.reshape(leaf.shape).astype(jnp.float32)
             if leaf.split is None:
                 return self.cut(x, leaf)
             return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, leaf.shard_spec))
 
-        return self._each(one, params)
+        flat = self.plan.flatten(params, "parameters")
+        return self.plan.unflatten([one(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)])
 
     def cut(self, x: Array, leaf: Leaf) -> Array:
         """A small parameter that is flattened, whole on every rank for a moment -> its shards."""
         cut = lambda x: collectives.take(x, leaf)
         return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
-
-    def cast(self, values: Any) -> Any:
-        """What `store` gives, with FP8 parameters in the place of the weights that are kept so (traced, as there)."""
-        recipe = self.tx.core.fp8_recipe
-        one = lambda x, leaf: from_values(x, stacked=leaf.stacked, recipe=recipe) if leaf.quantised else x
-        return self._each(one, values)
 
     def fp8_weights(self, params: Any) -> list[Quantised]:
         """This rank's part of the FP8 parameters as they are stored, in the order of the products, each [V l, ...]."""
