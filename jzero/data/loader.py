@@ -15,8 +15,9 @@ from absl import flags
 
 from jzero.data.bert import BertDataset, bert_tokens
 from jzero.data.blend import Blend, split_documents
+from jzero.data.checks import check_vocabulary
 from jzero.data.corpus import stdlib_corpus, stdlib_sentences, stdlib_tokenizer
-from jzero.data.gpt import GPTDataset, foreign_token
+from jzero.data.gpt import GPTDataset
 from jzero.data.indexed import IndexedDataset
 from jzero.data.text import Tokenizer, load_tokenizer
 from jzero.errors import JzeroError
@@ -24,8 +25,6 @@ from jzero.errors import JzeroError
 SPLITS = ("train", "validation", "test")
 Dataset = GPTDataset | BertDataset | Blend
 
-_LOOKED_AT = 1 << 26  # tokens of a file that are compared with the vocabulary when it is opened (0.1 s)
-_WINDOWS = 64  # in which they lie, where the file has more
 _AHEAD = 4  # batches read ahead, per process that reads
 _ENDLESS = 1 << 36  # steps: more than any run has, few enough for Grain, which divides lengths as floats
 
@@ -105,31 +104,6 @@ def open_datasets(
         shares = [len(part) for part in parts] if weights is None else [weights[i] for i in used]
         datasets[name] = None if not parts else parts[0] if len(parts) == 1 else Blend(parts, shares)
     return datasets
-
-
-def check_vocabulary(file: IndexedDataset, vocab_size: int, limit: int = _LOOKED_AT) -> None:
-    """Looks for tokens outside of the vocabulary, in the whole of a small file, in windows all over a large one.
-
-    What is not looked at here is checked when it is read; but a file of another tokenizer shows here, before a run has
-    begun.
-
-    Args:
-        file: integer tokens; others are refused elsewhere.
-        vocab_size: every token must be in 0..vocab_size - 1.
-        limit: tokens looked at.
-
-    Raises:
-        JzeroError: names the file, the token and its place.
-    """
-    if file.dtype.kind not in "iu" or (file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size):
-        return
-    size = len(file.tokens)
-    step, length = (size // _WINDOWS, limit // _WINDOWS) if size > limit else (max(size, 1), size)
-    for begin in range(0, size, step):
-        window = file.tokens[begin : begin + length]
-        if len(window) and (window.max() >= vocab_size or window.min() < 0):
-            at = int(np.flatnonzero((window >= vocab_size) | (window < 0))[0])
-            raise foreign_token(file, begin + at, vocab_size)
 
 
 def config_tokenizer(config: Any) -> Tokenizer:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from jzero.data.folders import missing_folders, remove_empty
 from jzero.data.indexed import DTYPES, HEADER, MAGIC, VERSION, index_path, tokens_path
 from jzero.errors import JzeroError
+from jzero.folders import missing_folders, remove_empty
 
 _MAX_SIZE = np.iinfo(np.int32).max
 

@@ -150,11 +150,6 @@ class Leaf:
         return Quantised(self.param_spec, self.layers_spec) if self.quantised else self.param_spec
 
     @property
-    def shard_specs(self) -> Any:
-        """`shard_spec`; of an FP8 parameter, those of its value and its scale."""
-        return Quantised(self.shard_spec, self.layers_spec) if self.quantised else self.shard_spec
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis over which the shards differ."""
         own = () if self.axis is None or self.resident else (self.axis,)

@@ -96,7 +96,8 @@ def open_model(
             found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
         elif config.model.restore_from_path is not None:
             values = initial_values(config, program, vocab_size, lambda line: None)
-            found = {"params": _kept(program, values), "fp8": program.first_scales(values)}
+            state = jax.jit(lambda values: program.start(values)._replace(opt=()))(values)
+            found = {"params": state.params, "fp8": state.fp8}
         else:
             raise JzeroError(f"{source}: expected a run in {run}, or model.restore_from_path, found neither")
     return Opened(config, program, found["params"], found["fp8"], tokenizer)
@@ -157,13 +158,6 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     shards = [leaf.shard_spec for leaf in layout.plan.leaves]
     mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(specs,), out_specs=shards)
     return layout.plan.unflatten(jax.jit(mapped)(params))
-
-
-def _kept(program: Program, values: Any) -> Any:
-    """Float32 shards -> parameters as the policy stores them."""
-    layout, specs = program.layout, [leaf.shard_specs for leaf in program.layout.plan.leaves]
-    mapped = jax.shard_map(layout.keep, mesh=program.mesh, in_specs=(specs,), out_specs=program.specs.params)
-    return jax.jit(lambda values: mapped(layout.plan.flatten(layout.cast(values), "values")))(values)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------

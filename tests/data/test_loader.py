@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jzero.data import Blend, GPTDataset, IndexedDataset, IndexedWriter, batches, build_datasets, open_datasets
-from jzero.data.loader import check_vocabulary, parse_prefix
+from jzero.data.checks import check_vocabulary
+from jzero.data.loader import parse_prefix
 from jzero.errors import JzeroError
 
 OPTIONS = {"seq_length": 16, "seed": 5, "vocab_size": 1000}
