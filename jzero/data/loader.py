@@ -206,11 +206,13 @@ def batches(
     if num_workers < 0:
         raise JzeroError(f"model.data.num_workers: expected at least 0, found {num_workers}; 0 reads in this process")
     if batch_size < 1 or start_step < 0:
-        raise ValueError(f"batch_size {batch_size}, start_step {start_step}: out of range")
+        raise ValueError(
+            f"batches: expected batch_size from 1 and start_step from 0, found {batch_size} and {start_step}"
+        )
     whole = range(batch_size)
     own = list(whole[rows] if isinstance(rows, slice) else whole if rows is None else [whole[row] for row in rows])
     if not own:
-        raise ValueError(f"rows {rows}: none of the {batch_size} rows of a batch")
+        raise ValueError(f"rows: expected some of 0..{batch_size - 1}, the rows of a batch, found {rows}")
     steps = grain.MapDataset.source(_Rows(dataset, batch_size, own, start_step)).batch(len(own))
     # One thread: reading is a copy under Python's lock, so more threads only contend for it.
     ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD))
