@@ -109,8 +109,16 @@ def open_datasets(
 def config_tokenizer(config: Any) -> Tokenizer:
     """The tokenizer of `config.model.tokenizer`: that of bytes, the one in the file `model`, or "stdlib", see `corpus`.
 
+    Args:
+        config: read by attribute: model.tokenizer.model, model.data.cache_dir.
+
     Raises:
         JzeroError: the file is missing or of no use.
+
+    Example:
+        >>> from jzero.train.config import Config
+        >>> config_tokenizer(Config()).vocab_size
+        257
     """
     return load_tokenizer(tokenizer_path(config) or "bytes")
 
@@ -135,6 +143,13 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str,
 
     Raises:
         JzeroError: see `open_datasets`.
+
+    Example:
+        >>> import tempfile
+        >>> from jzero.train.config import load_config
+        >>> config = load_config(None, ["model.encoder_seq_length=64", f"model.data.cache_dir={tempfile.mkdtemp()}"])
+        >>> build_datasets(config)["train"][0]["tokens"].shape
+        (64,)
     """
     data = config.model.data
     tokenizer = config_tokenizer(config) if tokenizer is None else tokenizer
