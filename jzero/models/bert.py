@@ -211,7 +211,7 @@ class BERT(nnx.Module):
         """
         x = self.embedding.typed(tokens, token_types, positions, dropout)
         context = {"positions": positions, "segments": segments, "dropout": dropout}
-        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
+        x = apply_blocks(self.blocks, x, self.config.pieces, slots, **context)
         x = x if self.final_norm is None else self.final_norm(x)
         logits = self.head(x, self.embedding.token[...])
         if self.pooler is None or self.binary_head is None:

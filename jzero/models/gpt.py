@@ -117,7 +117,7 @@ class GPT(nnx.Module):
         """
         x = self.embedding(tokens, positions, dropout)
         context = {"positions": positions, "segments": segments, "dropout": dropout}
-        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
+        x = apply_blocks(self.blocks, x, self.config.pieces, slots, **context)
         table = self.embedding.token if self.head is None else self.head.weight
         return project_to_vocabulary(self.final_norm(x), table[...])
 

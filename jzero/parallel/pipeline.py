@@ -32,7 +32,8 @@ from jzero.errors import JzeroError
 from jzero.fp8.parameters import as_arrays
 from jzero.fp8.slots import Slots, record
 from jzero.optim import collectives
-from jzero.parallel.stack import at, take_apart
+from jzero.parallel.kinds import Kinds, zeros
+from jzero.parallel.stack import at
 from jzero.parallel.timetable import IDLE, Timetable, Work, forward_passes, timetable
 
 AXIS = "pipeline"
@@ -154,7 +155,7 @@ class Model(NamedTuple):
     """The model as stages run it. `batch` is one micro-batch, a dict of arrays [B, ...]."""
 
     embed: Callable[[Any, Any], Array]  # (outer, batch) -> x [B, T, D]
-    block: Callable[[Any, Array, Any, Array, Any], Array]  # (a layer's weights, x, batch, its number, slots) -> x
+    block: Kinds  # (a layer's weights, x, batch, its number, slots) -> x
     finish: Callable[[Any, Array, Any], Any]  # (outer, x, batch) -> what is summed over micro-batches: the loss
 
 
@@ -252,14 +253,6 @@ def train(
     return sums
 
 
-def _one(
-    stage: Stage, weights: Any, x: Array, batch: Any, number: Array, slots: Any
-) -> tuple[Array, list[Array], Callable]:
-    """A layer's output, and its VJP taken apart: its arrays but the known ones, and how to put it together again."""
-    y, vjp = jax.vjp(lambda w, x, slots: stage.model.block(w, x, batch, number, slots), weights, x, slots)
-    return y, *take_apart(vjp, (weights, batch, number, slots))
-
-
 def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
     """Types of what a layer's VJP needs besides weights and batch, and how it is put together."""
     rebuild: list[Callable] = []
@@ -267,7 +260,8 @@ def _probe(stage: Stage, x: Array, batch: Any) -> tuple[list[Any], Callable]:
     def run() -> list[Array]:
         zero = jnp.int32(0)
         number = stage.number(Work(zero, zero, zero), zero)
-        _, residuals, put_together = _one(stage, stage.layer(zero), x, batch, number, at(stage.slots, zero))
+        layer, slots = stage.layer(zero), at(stage.slots, zero)
+        _, residuals, put_together = stage.model.block.vjp(layer, x, batch, number, slots)
         rebuild.append(put_together)
         return residuals
 
@@ -281,7 +275,7 @@ def _forward(stage: Stage, work: Work, x: Array, ring: list[Array], batches: Any
     def body(carry: tuple[Array, list[Array]], weights: Any, j: Array) -> tuple[Array, list[Array]]:
         x, ring = carry
         slots = at(stage.slots, work.chunk * stage.per_chunk + j)
-        y, residuals, _ = _one(stage, weights, x, batch, stage.number(work, j), slots)
+        y, residuals, _ = stage.model.block.vjp(weights, x, batch, stage.number(work, j), slots)
         put = lambda r, v: r.at[work.slot, j].set(v, mode="promise_in_bounds")
         return y, [put(r, v) for r, v in zip(ring, residuals, strict=True)]
 
@@ -386,14 +380,3 @@ def when(condition: Array, f: Callable[[Any], Any], carry: Any) -> Any:
     """`f(carry)` if the condition holds, else `carry`, in place: a loop of one round or none."""
     body = lambda state: (state[0] & False, f(state[1]))
     return jax.lax.while_loop(lambda state: state[0], body, (condition, carry))[1]
-
-
-def zeros(types: Any, lead: tuple[int, ...] = ()) -> Any:
-    """Zeros of the types of `jax.eval_shape`, which vary over the same axes; `lead` in front of each shape."""
-
-    def one(x: Any) -> Array:
-        axes = tuple(sorted(x.manual_axis_type.varying))
-        empty = jnp.zeros((*lead, *x.shape), x.dtype)
-        return collectives.vary(empty, axes) if axes else empty
-
-    return jax.tree.map(one, types)

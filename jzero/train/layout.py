@@ -158,13 +158,13 @@ class Layout:
     def start(self, params: Any, slots: Slots | None = None) -> Weights:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
-        layers = Layers(self.in_one(self.blocks.local(blocks)), shards=self.sharded)
+        layers = Layers((self.in_one(self.blocks.local(blocks)),), shards=self.sharded)
         return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers, slots)
 
     def start_everywhere(self, params: Any, slots: Slots | None = None) -> Weights:
         """The same for a computation that every rank repeats: nothing varies."""
         outer, blocks = self.split(params)
-        layers = Layers(self.in_one(blocks), shards=self.sharded)
+        layers = Layers((self.in_one(blocks),), shards=self.sharded)
         return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers, slots)
 
     def in_one(self, blocks: Any) -> Any:
@@ -286,7 +286,6 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)
     )
     dropout = m.hidden_dropout > 0 or m.attention_dropout > 0
-    positions = m.global_batch_size * m.encoder_seq_length
     return Layout(
         policy=config.policy,
         mesh=mesh,
@@ -299,7 +298,15 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         granularity=m.activations_checkpoint_granularity,
         dtype=config.param_dtype,
         dropout_seed=m.seed if dropout else None,
-        scaling=Scaling(model.fp8, model.products, m.num_layers, pipeline, mesh, positions),
+        scaling=Scaling(
+            recipe=model.fp8,
+            products=model.products,
+            layers=m.num_layers,
+            pipeline=pipeline,
+            mesh=mesh,
+            positions=m.global_batch_size * m.encoder_seq_length,
+            pieces=model.pieces,
+        ),
         compiler_options=compiler_options(mesh, **bucket_bytes(pick(True), m.optim.bucket_cap_mb)),
     )
 

@@ -92,14 +92,17 @@ def _micro_batch(
         pass leaves them.
     """
     dropout = layout.dropout(batch["sample"])
-    block = stack.checkpointed(
-        lambda w, x, i, slots: model.block(w, x, batch, dropout, i, slots), layout.granularity, model.selective_policy
-    )
+
+    def block(*, wide: bool) -> stack.Block:
+        run = lambda w, x, i, slots: model.block(w, x, batch, dropout, i, slots, wide=wide)
+        return stack.checkpointed(run, layout.granularity, model.selective_policy)
+
+    pieces = [(block(wide=wide), start, stop) for wide, start, stop in model.pieces]
     # the lookup's gradient adds up in float32: frequent tokens get many small contributions
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
     x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), wide)
     x = layout.in_order(weights.outer, x)
-    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
+    x, saved = stack.forward(pieces, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
 
     loss, head_vjp = jax.vjp(lambda outer, x: model.loss(outer, x, batch), weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))

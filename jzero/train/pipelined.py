@@ -22,6 +22,7 @@ from jzero.fp8 import Slots
 from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import pipeline, stack
+from jzero.parallel.kinds import Kinds
 from jzero.parallel.stack import Layers
 from jzero.train.layout import Layout, Weights
 
@@ -73,8 +74,8 @@ def accumulate_gradients(
 def gathered(layout: Layout, weights: Weights) -> Layers:
     """This stage's layers, gathered one by one."""
     whole = layout.blocks.layer().whole
-    shards = layout.in_order(weights.outer, weights.blocks.stacked)
-    return Layers(jax.lax.scan(lambda _, layer: (None, whole(layer)), None, shards)[1])
+    (shards,) = layout.in_order(weights.outer, weights.blocks.parts)
+    return Layers((jax.lax.scan(lambda _, layer: (None, whole(layer)), None, shards)[1],))
 
 
 def make_stage(
@@ -91,7 +92,15 @@ def make_stage(
         to: "invarying" where every data rank computes the same.
     """
     dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
-    block: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots)
+
+    def block(*, wide: bool) -> Any:
+        run: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots, wide=wide)
+        return stack.checkpointed(run, layout.granularity, model.selective_policy) if train else run
+
+    narrow = next((piece for piece in model.pieces if not piece.wide), None)
+    kinds = Kinds(block(wide=narrow is None))
+    if narrow and len(model.pieces) > 1:
+        kinds = Kinds(kinds.block, block(wide=True), narrow.start, narrow.stop)
 
     def embed(outer: Any, batch: Any) -> Array:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
@@ -103,9 +112,7 @@ def make_stage(
         own = weights.blocks.at(n) if after is None else layout.in_order(after, weights.blocks.at(n))
         return layout.blocks.layer().whole(own, to) if gathers else own
 
-    if train:
-        block = stack.checkpointed(block, layout.granularity, model.selective_policy)
-    parts = pipeline.Model(embed, block, finish)
+    parts = pipeline.Model(embed, kinds, finish)
     outer = layout.pipeline.vary(weights.outer)
     count = weights.blocks.count
     return pipeline.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)

@@ -254,9 +254,8 @@ class Program:
             sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
         else:
             x = self.model.embed(weights.outer, batch, None)
-            block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
             x = self.layout.in_order(weights.outer, x)
-            x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
+            x = stack.apply(self._pieces(batch), weights.blocks, x, self.layout.blocks, slots=weights.slots)
             sums = self.model.measures(weights.outer, x, batch)
         counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
         sums, counts = collectives.total((sums, counts), BATCH_AXES)
@@ -269,10 +268,17 @@ class Program:
         if self.layout.pipeline.size > 1:
             return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
         x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
+        x = stack.apply(self._pieces(batch), weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
         return self.model.logits(weights.outer, x)
+
+    def _pieces(self, batch: Batch) -> stack.Pieces:
+        """The layers without dropout and checkpointing."""
+
+        def block(*, wide: bool) -> stack.Block:
+            return lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots, wide=wide)
+
+        return [(block(wide=wide), start, stop) for wide, start, stop in self.model.pieces]
 
     # --- what the user sees before the first step --------------------------------------------------------------------
 

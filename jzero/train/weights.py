@@ -50,7 +50,10 @@ ONE_DEVICE = (
 )
 """A run as one device computes it."""
 _LONGEST = 2048  # tokens of a training sequence that `convert` writes, where the model has more positions
-_NOT_OF_A_FILE = {"fp8", "attention_implementation", "do_layer_norm_weight_decay", "use_scaled_init_method"}
+_NOT_OF_A_FILE = {
+    "fp8", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "attention_implementation", "do_layer_norm_weight_decay", "use_scaled_init_method",
+}  # fmt: skip
 _IMPORTED = ("model.optim.lr", "model.data.data_prefix")  # what to set besides
 
 
