@@ -53,6 +53,15 @@ def bert_tokens(tokenizer: Any) -> BertTokens:
 
     Raises:
         JzeroError: it has no such tokens.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from jzero.data import train_tokenizer
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.txt").write_text("the cat and the hat and the mat " * 20)
+        >>> tokens = bert_tokens(train_tokenizer([folder / "a.txt"], folder / "tokenizer.json", vocab_size=60))
+        >>> tokens.pad, tokens.cls, tokens.sep, tokens.mask
+        (0, 2, 3, 4)
     """
     pieces: dict[str, int] = getattr(tokenizer, "pieces", {})
     found = {role: next((pieces[n] for n in names if n in pieces), None) for role, names in _NAMES.items()}
@@ -299,6 +308,10 @@ def runs(starts: np.ndarray, documents: np.ndarray, lengths: np.ndarray, least: 
 def shared(a: int, b: int, room: int) -> tuple[int, int]:
     """How many tokens of A and B stay, if they are taken from the longer one until `room` are left.
 
+    Args:
+        a, b: tokens of A and B.
+        room: tokens of both together.
+
     Example:
         >>> shared(10, 3, 8), shared(9, 9, 7), shared(2, 3, 8)
         ((5, 3), (4, 3), (2, 3))
@@ -329,6 +342,13 @@ def mask(
 
     Returns:
         int32 [T] with replacements, bool [T] the chosen ones.
+
+    Example:
+        >>> special = BertTokens(cls=0, sep=1, mask=2, pad=3, ordinary=np.arange(5, 9, dtype=np.int32))
+        >>> labels = np.arange(5, 9, dtype=np.int32)
+        >>> tokens, chosen = mask(labels, np.ones(4, bool), 0.5, special, np.random.RandomState(0))
+        >>> int(chosen.sum()), bool((tokens == labels)[~chosen].all())
+        (2, True)
     """
     places = np.flatnonzero(is_word)
     count = max(1, round(len(places) * share))

@@ -84,7 +84,7 @@ class Blend:
         self.datasets = list(datasets)
         self.counts = proportions(weights)
         if len(self.counts) != len(self.datasets):
-            raise ValueError(f"{len(self.datasets)} datasets but {len(self.counts)} weights")
+            raise ValueError(f"weights: expected {len(self.datasets)}, one per dataset, found {len(self.counts)}")
         self._source, self._number = interleaving(self.counts)
 
     def __len__(self) -> int:

@@ -109,8 +109,16 @@ def open_datasets(
 def config_tokenizer(config: Any) -> Tokenizer:
     """The tokenizer of `config.model.tokenizer`: that of bytes, the one in the file `model`, or "stdlib", see `corpus`.
 
+    Args:
+        config: read by attribute: model.tokenizer.model, model.data.cache_dir.
+
     Raises:
         JzeroError: the file is missing or of no use.
+
+    Example:
+        >>> from jzero.train.config import Config
+        >>> config_tokenizer(Config()).vocab_size
+        257
     """
     return load_tokenizer(tokenizer_path(config) or "bytes")
 
@@ -135,6 +143,13 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str,
 
     Raises:
         JzeroError: see `open_datasets`.
+
+    Example:
+        >>> import tempfile
+        >>> from jzero.train.config import load_config
+        >>> config = load_config(None, ["model.encoder_seq_length=64", f"model.data.cache_dir={tempfile.mkdtemp()}"])
+        >>> build_datasets(config)["train"][0]["tokens"].shape
+        (64,)
     """
     data = config.model.data
     tokenizer = config_tokenizer(config) if tokenizer is None else tokenizer
@@ -206,11 +221,13 @@ def batches(
     if num_workers < 0:
         raise JzeroError(f"model.data.num_workers: expected at least 0, found {num_workers}; 0 reads in this process")
     if batch_size < 1 or start_step < 0:
-        raise ValueError(f"batch_size {batch_size}, start_step {start_step}: out of range")
+        raise ValueError(
+            f"batches: expected batch_size from 1 and start_step from 0, found {batch_size} and {start_step}"
+        )
     whole = range(batch_size)
     own = list(whole[rows] if isinstance(rows, slice) else whole if rows is None else [whole[row] for row in rows])
     if not own:
-        raise ValueError(f"rows {rows}: none of the {batch_size} rows of a batch")
+        raise ValueError(f"rows: expected some of 0..{batch_size - 1}, the rows of a batch, found {rows}")
     steps = grain.MapDataset.source(_Rows(dataset, batch_size, own, start_step)).batch(len(own))
     # One thread: reading is a copy under Python's lock, so more threads only contend for it.
     ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD))

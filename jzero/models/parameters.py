@@ -45,7 +45,7 @@ class Parameter:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+            raise ValueError(f"Parameter: expected an axis per dimension of {self.shape}, found {self.axes}")
 
 
 def normal(std: float) -> Initializer:

@@ -277,10 +277,13 @@ def _check_all_used(what: str, given: Mapping[str, Fetch], names: list[str]) -> 
 def _place(name: str, given: Mapping[str, Fetch], like: Any, dtype: Any, mesh: Mesh) -> Array:
     """A whole array as the shards of its parameter, or on every device where `like` is no plan of one."""
     if name not in given:
-        raise ValueError(f"{name}: expected such an array in what is converted, found {sorted(given)[:8]}")
+        raise ValueError(
+            f"{name}: expected such an array in what is converted, found {sorted(given)[:8]}; convert what a "
+            "transformation of the same kind kept"
+        )
     x = given[name]()
     if x.shape != like.shape:
-        raise ValueError(f"{name}: expected shape {like.shape}, found {x.shape}")
+        raise ValueError(f"{name}: expected shape {like.shape}, found {x.shape}; convert the same model's")
     x = x.astype(dtype)
     put = lambda spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
     if not isinstance(like, Leaf):

@@ -158,7 +158,10 @@ class Zero:
         plan = make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
         for leaf in plan.leaves:
             if shared := sorted({*leaf.axes} & {*self.replica}):
-                raise ValueError(f"{leaf.path}: it is split over {shared}, over which its state is to be repeated")
+                raise ValueError(
+                    f"{leaf.path}: it is split over {shared}, over which its state is to be repeated; leave these out "
+                    "of replica_axis"
+                )
         self.storage.check(plan)
         return plan
 

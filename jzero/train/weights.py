@@ -99,7 +99,9 @@ def open_model(
             state = jax.jit(lambda values: program.start(values)._replace(opt=()))(values)
             found = {"params": state.params, "fp8": state.fp8}
         else:
-            raise JzeroError(f"{source}: expected a run in {run}, or model.restore_from_path, found neither")
+            raise JzeroError(
+                f"{source}: expected a run in {run}, or model.restore_from_path, found neither; train it first"
+            )
     return Opened(config, program, found["params"], found["fp8"], tokenizer)
 
 
@@ -146,7 +148,7 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     if not (path / "config.yaml").is_file():
         raise JzeroError(
             f"model.restore_from_path: expected a folder with config.json (Hugging Face) or the folder of a run, found "
-            f"{path}"
+            f"{path}; correct it, or set null to begin without weights"
         )
     saved = load_config(path / "config.yaml")
     kinds = stored_plan(layout.plan, saved.param_dtype, program.model.products if saved.model.fp8_params else ())
@@ -182,7 +184,9 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
         _import(source, output)
         return
     if output.suffix in (".yaml", ".yml"):
-        raise JzeroError(f"{output}: expected a folder to write {source} into, found the name of a file")
+        raise JzeroError(
+            f"{output}: expected a folder to write {source} into, found the name of a file; leave out {output.suffix}"
+        )
     opened = open_model(source, checkpoint=checkpoint, note=note)
     config, tokenizer = opened.config, opened.tokenizer
     architecture = model_config(config, config.model.vocab_size or tokenizer.vocab_size)
@@ -195,7 +199,9 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
 
 def _import(source: Path, output: Path) -> None:
     if output.suffix not in (".yaml", ".yml"):
-        raise JzeroError(f"{output}: expected the name of a configuration that ends in .yaml")
+        raise JzeroError(
+            f"{output}: expected the name of a configuration, found no .yaml at its end; write {output}.yaml"
+        )
     if output.exists():
         raise JzeroError(f"{output}: expected no such file, found one; give another name, or remove it")
     hf.check(source, hf.read_config(source))

@@ -110,9 +110,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise JzeroError(f"{path}: expected a JSON file, found: {error}") from None
+        raise JzeroError(f"{path}: expected a JSON file, found: {error}; copy it again") from None
     if not isinstance(values, dict):
-        raise JzeroError(f"{path}: expected a JSON object, found {type(values).__name__}")
+        raise JzeroError(f"{path}: expected a JSON object, found {type(values).__name__}; copy it again")
     return values
 
 
