@@ -21,7 +21,7 @@ from jax import Array
 from jzero.fp8 import Slots
 from jzero.models.functions import Functions
 from jzero.optim import collectives
-from jzero.parallel import pipeline, stack
+from jzero.parallel import stack, stages
 from jzero.parallel.kinds import Kinds
 from jzero.parallel.stack import Layers
 from jzero.train.layout import Layout, Weights
@@ -49,7 +49,7 @@ def accumulate_gradients(
         weights = weights._replace(blocks=gathered(layout, weights))
     outer, layers = layout.zero_sums(full=local)
     seen = layout.scaling.nothing_seen(weights.slots)
-    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
+    sums = stages.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
 
     def add(total: Any, grads: Any) -> Any:
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
@@ -61,7 +61,7 @@ def accumulate_gradients(
         return stack.add(total, n, grads if local else per_layer.scatter(grads))
 
     stage = make_stage(model, layout, weights, model.loss)
-    sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
+    sums = stages.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
     outer, layers, seen = sums.outer, sums.layers, sums.seen
     if local:
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
@@ -80,7 +80,7 @@ def gathered(layout: Layout, weights: Weights) -> Layers:
 
 def make_stage(
     model: Functions, layout: Layout, weights: Weights, finish: Any, *, train: bool = True, to: Any = "varying"
-) -> pipeline.Stage:
+) -> stages.Stage:
     """This rank's stage of the model.
 
     Args:
@@ -112,10 +112,10 @@ def make_stage(
         own = weights.blocks.at(n) if after is None else layout.in_order(after, weights.blocks.at(n))
         return layout.blocks.layer().whole(own, to) if gathers else own
 
-    parts = pipeline.Model(embed, kinds, finish)
+    parts = stages.Model(embed, kinds, finish)
     outer = layout.pipeline.vary(weights.outer)
     count = weights.blocks.count
-    return pipeline.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
+    return stages.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
 
 
 def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:
@@ -126,11 +126,11 @@ def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, siz
     rows = batch["tokens"].shape[0]
     size = rows if rows % size else size
     stage = make_stage(model, layout, weights, model.measures, train=False)
-    return pipeline.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
+    return stages.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
 
 
 def logits(model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array]) -> Array:
     """Logits of all tokens of a batch, float32 [B, T, V], the same on every rank."""
     finish = lambda outer, x, batch: model.logits(outer, x)
     stage = make_stage(model, layout, weights, finish, train=False, to="invarying")
-    return pipeline.apply(stage, jax.tree.map(lambda x: x[None], batch))
+    return stages.apply(stage, jax.tree.map(lambda x: x[None], batch))

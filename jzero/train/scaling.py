@@ -81,17 +81,16 @@ class Scaling:
         """The state before the first step: scales of weights from their values, of gradients a safe guess, of inputs 1.
 
         Args:
-            blocks: the whole weights of all layers, each [L, ...], or [V, L / V, ...] for V chunks per stage.
+            blocks: the float32 shards of all layers' weights, each [L, ...], or [V, L / V, ...] for V chunks per stage.
         """
         if self.delayed is None:
             return ()
         amax = jnp.zeros(self.shape, jnp.float32).at[..., 2].set(_FIRST_GRADIENT / self.positions)
         for i, path in enumerate(self.products):
             weight = functools.reduce(lambda tree, key: tree[key], (*path, "weight"), blocks)
-            if not isinstance(weight, Quantised):
-                stacked = 1 if self.pipeline.chunks == 1 else 2
-                each = jnp.max(jnp.abs(weight).astype(jnp.float32), axis=range(stacked, weight.ndim))
-                amax = amax.at[:, i, 1].set(each.reshape(-1))
+            stacked = 1 if self.pipeline.chunks == 1 else 2
+            each = jnp.max(jnp.abs(weight), axis=range(stacked, weight.ndim))
+            amax = amax.at[:, i, 1].set(each.reshape(-1))
         return recipes.init(self.delayed, self.shape, amax)
 
     def abstract(self) -> DelayedState | tuple[()]:
