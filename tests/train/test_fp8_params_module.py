@@ -13,6 +13,7 @@ from jzero.train.layout import bytes_per_device
 from jzero.train.step import build_program
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu_compiler,
     pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'"),
 ]
@@ -39,7 +40,7 @@ def of_kind(module, kind):
     return [a for shape in results for a in hlo.flat(shape)]
 
 
-@pytest.mark.parametrize("overrides", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "1.3B"])
+@pytest.mark.parametrize("overrides", [SMALL, FULL], ids=["small", "1.3B"])
 def test_a_step_with_fp8_parameters(overrides):
     prog, executable = compiled(*overrides)
     module, layers = hlo.parse(executable.as_text()), prog.config.model.num_layers
