@@ -71,8 +71,10 @@ def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_block_scaling_is_one_kernel_per_product_on_a_gpu_that_has_it(tensor):
-    split = ("model.num_attention_heads=4", f"model.tensor_model_parallel_size={tensor}")
-    prog, text = compiled(*SMALL, *split, "model.fp8_recipe=mxfp8", target="b200-sxm-180gb")
+    split = (f"model.tensor_model_parallel_size={tensor}", f"model.global_batch_size={8 // tensor}")
+    prog, text = compiled(
+        *SMALL, *split, "model.num_attention_heads=4", "model.fp8_recipe=mxfp8", target="b200-sxm-180gb"
+    )
     m, count, calls = prog.config.model, prog.config.num_micro_batches, hlo.library_calls(text)
     blocks = {result: n for (name, result), n in calls.items() if name == "__cudnn$blockScaledDot"}
     assert sum(blocks.values()) == m.num_layers * 4 * 3 * count
