@@ -153,6 +153,16 @@ class Saved(NamedTuple):
     last: Callable[[Array], tuple[Any, Array, Any]]  # the last layer's VJP: of its weights, x and slots
 
 
+class Passed(NamedTuple):
+    """What the backward pass of a layer hands to that of the layer before it."""
+
+    dx: Array  # [B, T, D], the cotangent of the layer's input
+    gathered: Any  # whole weights of the layer before it; None where they are not gathered ahead
+    pending: Any  # the layer's gradient, of full size, still to be scattered; None where none is
+    sums: Any  # float32 [L, ...], with the gradients of all layers behind it
+    seen: Slots | None  # likewise
+
+
 def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block:
     """The block with activation checkpointing.
 
@@ -255,33 +265,32 @@ def backward(
     def finish(i: Any, dw: Any) -> Any:
         return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
 
-    def one(number: int, carry: tuple[Array, Any, Any, Any, Any], i: Any, *, ahead: bool) -> Any:
-        (dx, gathered, pending, sums, seen), part = carry, saved.parts[number]
+    def one(number: int, passed: Passed, i: Any, *, ahead: bool) -> Passed:
+        part = saved.parts[number]
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
-        weights = gathered if layers.shards else layers.at(i, number)
-        dw, dx, found = part.rebuild(
-            (weights, at(saved.slots, i)), at(part.residuals, i - part.start if part.start else i)
-        )(dx)
-        dw, seen = as_arrays(dw), record(seen, i, found)
+        weights = passed.gathered if layers.shards else layers.at(i, number)
+        residuals = at(part.residuals, i - part.start if part.start else i)
+        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), residuals)(passed.dx)
+        dw, seen = as_arrays(dw), record(passed.seen, i, found)
         if not scatter:
-            return dx, earlier, None, add(sums, i, dw), seen
-        # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
-        sums = add(sums, i + 1, per_layer.scatter(pending, behind=None if ahead else dx))
-        return dx, earlier, finish(i, dw), sums, seen
+            return Passed(dx, earlier, None, add(passed.sums, i, dw), seen)
+        # beside a gather XLA's scheduler spreads the two by itself; alone a scatter would be waited for at once
+        hidden_by = None if ahead else dx
+        sums = add(passed.sums, i + 1, per_layer.scatter(passed.pending, behind=hidden_by))
+        return Passed(dx, earlier, finish(i, dw), sums, seen)
 
     dw, dx, found = saved.last(dy)
     dw = as_arrays(dw)
     pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
-    carry, first = (dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)
+    passed, first = Passed(dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)
     for number, part in reversed(list(enumerate(saved.parts))):
         numbers = jnp.arange(max(part.start, first), part.stop, dtype=jnp.int32)
-        body = lambda carry, i, number=number: (one(number, carry, i, ahead=layers.shards), None)
-        carry = jax.lax.scan(body, carry, numbers, reverse=True)[0] if numbers.size else carry
+        body = lambda passed, i, number=number: (one(number, passed, i, ahead=layers.shards), None)
+        passed = jax.lax.scan(body, passed, numbers, reverse=True)[0] if numbers.size else passed
     if first:  # the layer before which there is none to gather
-        carry = one(0, carry, jnp.int32(0), ahead=False)
-    dx, _, pending, sums, seen = carry
-    return dx, sums, pending, seen
+        passed = one(0, passed, jnp.int32(0), ahead=False)
+    return passed.dx, passed.sums, passed.pending, passed.seen
 
 
 def scatter_first(sums: Any, pending: Any, parallel: DataParallel, behind: Any) -> Any:
