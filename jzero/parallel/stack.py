@@ -131,7 +131,8 @@ class Layers:
         if self.last is not None and isinstance(i, int) and i == self.count - 1:
             return self.last
         part = min(part, len(self.parts) - 1)
-        return at(self.parts[part], i - sum(map(_length, self.parts[:part])))
+        before = sum(map(_length, self.parts[:part]))
+        return at(self.parts[part], i - before if before else i)
 
 
 class Part(NamedTuple):
@@ -268,7 +269,8 @@ def backward(
         part = saved.parts[number]
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = passed.gathered if layers.shards else layers.at(i, number)
-        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), at(part.residuals, i - part.start))(passed.dx)
+        own = at(part.residuals, i - part.start if part.start else i)
+        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), own)(passed.dx)
         dw, seen = as_arrays(dw), record(passed.seen, i, found)
         if not scatter:
             return Passed(dx, earlier, None, add(passed.sums, i, dw), seen)
