@@ -83,7 +83,9 @@ class Row(NamedTuple):
         return "-".join(f"{name} {x}" for name, x in self._asdict().items() if x != self._field_defaults[name])
 
 
+@functools.lru_cache(maxsize=16)
 def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
+    """The program of a run: the same one for the same settings, so that what tests share compiles once."""
     mesh = make_mesh(**conf.mesh_shape, devices=jax.devices()[: conf.num_devices])
     return build_program(conf, mesh, vocabulary)
 
@@ -213,6 +215,7 @@ def assert_low_precision_follows_fp32(row: Row, mode: str):
             assert held.setdefault(str(shard.index), value) == value
 
 
+@functools.cache
 def reference(conf: Config, steps: int):
     """Plain autodiff and optax.adamw on one device: parameters, and [steps, 2] of loss and gradient norm."""
     prog = program(dataclasses.replace(conf, trainer=dataclasses.replace(conf.trainer, devices=1)))
