@@ -99,19 +99,6 @@ def make_functions(
     Without `loss`, `measures` and `counts` the tokens' losses are all there is.
     """
 
-    def block(
-        layer: Tree,
-        x: jax.Array,
-        batch: Batch,
-        dropout: Dropout | None,
-        index: int | jax.Array,
-        slots: Slots | None = None,
-        *,
-        wide: bool = False,
-    ) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, wide=wide, **context)
-
     def weighted(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
         return jnp.sum(losses(outer, x, batch) * batch["weight"])
 
@@ -124,7 +111,7 @@ def make_functions(
         decay=parameters.decays(tree),
         init=lambda key, chunks=1: parameters.initialize(tree, key, chunks),
         embed=embed,
-        block=block,
+        block=_block(config, tensor),
         losses=losses,
         loss=loss or weighted,
         measures=measures or measured,
@@ -138,3 +125,22 @@ def make_functions(
         products=PRODUCTS,
         has_sample_loss=loss is not None,
     )
+
+
+def _block(config: TransformerConfig, tensor: TensorParallel) -> Callable[..., jax.Array]:
+    """`Functions.block`."""
+
+    def block(
+        layer: Tree,
+        x: jax.Array,
+        batch: Batch,
+        dropout: Dropout | None,
+        index: int | jax.Array,
+        slots: Slots | None = None,
+        *,
+        wide: bool = False,
+    ) -> jax.Array:
+        context = {name: batch.get(name) for name in ("positions", "segments")}
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, wide=wide, **context)
+
+    return block

@@ -269,8 +269,8 @@ def backward(
         part = saved.parts[number]
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
         weights = passed.gathered if layers.shards else layers.at(i, number)
-        residuals = at(part.residuals, i - part.start if part.start else i)
-        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), residuals)(passed.dx)
+        own = at(part.residuals, i - part.start if part.start else i)
+        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), own)(passed.dx)
         dw, seen = as_arrays(dw), record(passed.seen, i, found)
         if not scatter:
             return Passed(dx, earlier, None, add(passed.sums, i, dw), seen)

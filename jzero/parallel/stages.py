@@ -216,8 +216,8 @@ def _backward(
     dx, layers, seen = _layer_by_layer(stage, work, body, (dy, sums.layers, sums.seen), reverse=True)
 
     def embedding(total: Any) -> Any:
-        wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions
-        return add_outer(total, jax.vjp(lambda outer: stage.model.embed(outer, batch), wide)[1](dx)[0])
+        float32 = jax.tree.map(lambda w: w.astype(jnp.float32), outer)  # frequent tokens get many small contributions
+        return add_outer(total, jax.vjp(lambda outer: stage.model.embed(outer, batch), float32)[1](dx)[0])
 
     return dx, Sums(loss, when(stage.is_first(work), embedding, d_outer), layers, seen)
 

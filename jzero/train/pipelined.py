@@ -103,8 +103,8 @@ def make_stage(
         kinds = Kinds(kinds.block, block(wide=True), narrow.start, narrow.stop)
 
     def embed(outer: Any, batch: Any) -> Array:
-        wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
-        return model.embed(wide, batch, dropout(batch)).astype(layout.dtype)
+        outer = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
+        return model.embed(outer, batch, dropout(batch)).astype(layout.dtype)
 
     gathers = weights.blocks.shards
 

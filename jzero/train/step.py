@@ -35,7 +35,7 @@ from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
 from jzero.train.config import Config, model_config
 from jzero.train.layout import BLOCKS, Layout, make_layout, threefry_key
-from jzero.train.micro_batches import accumulate_gradients
+from jzero.train.micro_batches import accumulate_gradients, layers_of
 from jzero.train.schedule import schedule
 
 Batch = dict[str, Array]
@@ -255,7 +255,7 @@ class Program:
         else:
             x = self.model.embed(weights.outer, batch, None)
             x = self.layout.in_order(weights.outer, x)
-            x = stack.apply(self._pieces(batch), weights.blocks, x, self.layout.blocks, slots=weights.slots)
+            x = stack.apply(layers_of(self.model, batch), weights.blocks, x, self.layout.blocks, slots=weights.slots)
             sums = self.model.measures(weights.outer, x, batch)
         counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
         sums, counts = collectives.total((sums, counts), BATCH_AXES)
@@ -269,16 +269,8 @@ class Program:
             return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
         x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(self._pieces(batch), weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
+        x = stack.apply(layers_of(self.model, batch), weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
         return self.model.logits(weights.outer, x)
-
-    def _pieces(self, batch: Batch) -> stack.Pieces:
-        """The layers without dropout and checkpointing."""
-
-        def block(*, wide: bool) -> stack.Block:
-            return lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots, wide=wide)
-
-        return [(block(wide=wide), start, stop) for wide, start, stop in self.model.pieces]
 
     # --- what the user sees before the first step --------------------------------------------------------------------
 

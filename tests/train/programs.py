@@ -83,7 +83,9 @@ class Row(NamedTuple):
         return "-".join(f"{name} {x}" for name, x in self._asdict().items() if x != self._field_defaults[name])
 
 
+@functools.lru_cache(maxsize=16)
 def program(conf: Config, vocabulary: int = VOCABULARY) -> Program:
+    """The program of a run: the same one for the same settings, so that what tests share compiles once."""
     mesh = make_mesh(**conf.mesh_shape, devices=jax.devices()[: conf.num_devices])
     return build_program(conf, mesh, vocabulary)
 
@@ -128,10 +130,10 @@ def train(prog: Program, steps: int, state=None):
 
 def whole(prog: Program, params):
     """The stored parameters as whole NumPy arrays."""
-    return from_shards(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
+    return joined(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
 
 
-def from_shards(prog: Program, shards):
+def joined(prog: Program, shards):
     """A tree of the parameters' shards (parameters of a policy that keeps shards, moments) as whole NumPy arrays."""
     plan = prog.layout.plan
 
@@ -151,7 +153,7 @@ def ten_steps(conf: Config, vocabulary: int = VOCABULARY):
     prog = program(conf, vocabulary)
     state, first = train(prog, 1)
     beta = conf.model.optim.betas[0]
-    gradient = jax.tree.map(lambda m: m / (1 - beta), from_shards(prog, first_moment(state.opt)))
+    gradient = jax.tree.map(lambda m: m / (1 - beta), joined(prog, first_moment(state.opt)))
     state, rest = train(prog, 9, state)
     return np.concatenate([first, rest]), gradient, whole(prog, state.params)
 
@@ -213,6 +215,7 @@ def assert_low_precision_follows_fp32(row: Row, mode: str):
             assert held.setdefault(str(shard.index), value) == value
 
 
+@functools.cache
 def reference(conf: Config, steps: int):
     """Plain autodiff and optax.adamw on one device: parameters, and [steps, 2] of loss and gradient norm."""
     prog = program(dataclasses.replace(conf, trainer=dataclasses.replace(conf.trainer, devices=1)))

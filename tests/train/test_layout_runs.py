@@ -26,17 +26,23 @@ CHUNKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, CHUNKS], ids=["tensor", "pipeline", "chunks"])
-def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix):
-    def run(name, steps, layout, tokens=0):
-        keys = [f"exp_manager.exp_dir={tmp_path}", f"exp_manager.name={name}", f"model.data.data_prefix={text_prefix}"]
-        keys += [f"trainer.max_steps={steps}", f"generate.tokens={tokens}", "generate.temperature=0", *KEYS, *layout]
-        return train(load_config(None, keys)), read_metrics(tmp_path / name / "metrics.jsonl")
+def run(name, steps, layout, prefix, folder, tokens=0):
+    keys = [f"exp_manager.exp_dir={folder}", f"exp_manager.name={name}", f"model.data.data_prefix={prefix}"]
+    keys += [f"trainer.max_steps={steps}", f"generate.tokens={tokens}", "generate.temperature=0", *KEYS, *layout]
+    return train(load_config(None, keys)), read_metrics(folder / name / "metrics.jsonl")
 
-    _, whole = run("whole", 5, ONE)
-    run("moved", 2, layout)
-    run("moved", 4, ONE)
-    result, moved = run("moved", 5, layout, tokens=4)
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text_prefix):
+    """The lines of a run that stays on one device."""
+    return run("whole", 5, ONE, text_prefix, tmp_path_factory.mktemp("whole"))[1]
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, CHUNKS], ids=["tensor", "pipeline", "chunks"])
+def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix, whole):
+    run("moved", 2, layout, text_prefix, tmp_path)
+    run("moved", 4, ONE, text_prefix, tmp_path)
+    result, moved = run("moved", 5, layout, text_prefix, tmp_path, tokens=4)
     for key in ("loss", "val_loss"):
         found, expected = ([line[key] for line in lines if key in line] for lines in (moved, whole))
         assert len(found) >= 3

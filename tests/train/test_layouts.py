@@ -14,7 +14,6 @@ from programs import (
     train,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
 FORWARD, TWICE = "gather_on_forward", "gather_twice"
 LAYOUTS = [
     Row(data=4, tensor=2, sequence=True),

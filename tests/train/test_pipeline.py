@@ -17,7 +17,6 @@ from programs import (
 
 from jzero.train.layout import threefry_key
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
 FORWARD, TWICE = "gather_on_forward", "gather_twice"
 GPT2, LLAMA = "gpt2, dropout", "llama"
 FOUR = {"micro_batches": 4}
