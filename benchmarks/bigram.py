@@ -12,20 +12,23 @@ corpus is the standard library of the running interpreter: read a run with the P
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import pathlib
 import platform
-import tempfile
+import sys
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from precision import finished
+
 from jzero.data import GPTDataset, batches, build_datasets, config_tokenizer
 from jzero.errors import JzeroError
 from jzero.train.config import Config, load_config
-from jzero.train.loop import TrainResult, train
+from jzero.train.loop import TrainResult
 from jzero.train.metrics import read_metrics
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "gpt_tiny.yaml"
@@ -114,14 +117,9 @@ def last_evaluation(run: pathlib.Path) -> dict[str, Any]:
 
 def train_and_check(config: Config, held_out: list[dict[str, np.ndarray]]) -> dict[str, Any]:
     """Step and final validation loss of a new run, which must be that of the same batches evaluated here."""
-    with tempfile.TemporaryDirectory() as folder:
-        manager = dataclasses.replace(
-            config.exp_manager, exp_dir=folder, create_checkpoint_callback=False, create_tensorboard_logger=False
-        )
-        result = train(dataclasses.replace(config, exp_manager=manager))
-    if result.stopped or result.val_loss is None:
-        raise JzeroError("the run was stopped before its last evaluation, so there is nothing to compare; start again")
+    result = finished(config)
     again = evaluate(result, held_out)
+    assert result.val_loss is not None
     assert math.isclose(again, result.val_loss, rel_tol=1e-6), f"other batches: {again} here, {result.val_loss} there"
     return {"step": result.step, "loss": result.val_loss}
 

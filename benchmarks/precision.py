@@ -17,9 +17,9 @@ import tempfile
 from typing import Any
 
 from jzero.errors import JzeroError
-from jzero.train.config import load_config
+from jzero.train.config import Config, load_config
 from jzero.train.config_check import validate
-from jzero.train.loop import train
+from jzero.train.loop import TrainResult, train
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "gpt_tiny.yaml"
 BF16, OPTIM = "trainer.precision=bf16", "model.optim."
@@ -74,14 +74,21 @@ def run(mode: list[str], steps: int | None, overrides: list[str], path: pathlib.
         changed += [f"trainer.max_steps={steps}", f"model.optim.sched.warmup_steps={warmup}"]
     config = load_config(path, [*changed, "generate.tokens=0"])
     validate(config)
+    loss = finished(config).val_loss
+    assert loss is not None
+    return loss
+
+
+def finished(config: Config) -> TrainResult:
+    """A run to its end, which has a validation loss; its folder is gone by then."""
     with tempfile.TemporaryDirectory() as folder:
         manager = dataclasses.replace(
             config.exp_manager, exp_dir=folder, create_checkpoint_callback=False, create_tensorboard_logger=False
         )
-        trained = train(dataclasses.replace(config, exp_manager=manager))
-    if trained.stopped or trained.val_loss is None:
+        result = train(dataclasses.replace(config, exp_manager=manager))
+    if result.stopped or result.val_loss is None:
         raise JzeroError("the run was stopped before its last evaluation, so there is nothing to compare; start again")
-    return trained.val_loss
+    return result
 
 
 def result(losses: dict[str, float], steps: int | None) -> dict[str, Any]:

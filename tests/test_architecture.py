@@ -17,10 +17,11 @@ MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
 }
 
-# Each part may import itself and the parts named here. `errors` and `mesh` are everybody's.
+# Each part may import itself and the parts named here. `errors`, `folders` and `mesh` are everybody's.
 # `optim` casts FP8 parameters with the arithmetic of `fp8`.
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
+    "folders": set(),
     "mesh": set(),
     "optim": {"fp8"},
     "fp8": set(),
@@ -32,7 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {"", "optim", "fp8", "parallel", "models", "data", "train", "plan"},
     "__main__": {"cli"},
 }
-EVERYBODYS = {"errors", "mesh"}
+EVERYBODYS = {"errors", "folders", "mesh"}
 
 
 def part(module: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from grain.experimental import index_shuffle
 
-from jzero.data.gpt import foreign_token
+from jzero.data.checks import check_source, first_foreign, foreign_token, sample_number
 from jzero.data.indexed import IndexedDataset
 from jzero.errors import JzeroError
 
@@ -53,6 +53,15 @@ def bert_tokens(tokenizer: Any) -> BertTokens:
 
     Raises:
         JzeroError: it has no such tokens.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from jzero.data import train_tokenizer
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.txt").write_text("the cat and the hat and the mat " * 20)
+        >>> tokens = bert_tokens(train_tokenizer([folder / "a.txt"], folder / "tokenizer.json", vocab_size=60))
+        >>> tokens.pad, tokens.cls, tokens.sep, tokens.mask
+        (0, 2, 3, 4)
     """
     pieces: dict[str, int] = getattr(tokenizer, "pieces", {})
     found = {role: next((pieces[n] for n in names if n in pieces), None) for role, names in _NAMES.items()}
@@ -132,12 +141,16 @@ class BertDataset:
         self.seq_length, self.seed, self.vocab_size, self.tokens = seq_length, seed, vocab_size, tokens
         self.masked_lm_prob, self.short_seq_prob = masked_lm_prob, short_seq_prob
         self.whole_word_masking, self.binary_head = whole_word_masking, binary_head
-        self._room = seq_length - (3 if binary_head else 2)  # tokens of a sample but [CLS] and [SEP]
-        self._check()
-        at, size = (
-            indexed.documents[first : last + 1],
-            indexed.sizes[indexed.documents[first] : indexed.documents[last]],
-        )
+        special = 3 if binary_head else 2  # [CLS], and a [SEP] behind each part
+        check_source(indexed, seq_length, seed, least=special + 2)
+        if whole_word_masking and tokens.continues is None:
+            raise JzeroError(
+                "model.data.whole_word_masking: expected a WordPiece or byte-level BPE vocabulary, which says where "
+                "words begin, found another; set it to false"
+            )
+        self._room = seq_length - special  # tokens of text in a sample
+        at = indexed.documents[first : last + 1]
+        size = indexed.sizes[at[0] : at[-1]]
         full = size > 0  # what an empty sequence is for, only its writer knows
         starts = np.concatenate([[0], np.cumsum(size, dtype=np.int64)]) + indexed.document_starts[first]
         self._starts = np.append(starts[:-1][full], starts[-1])  # int64 [sentences + 1]: where each begins in the file
@@ -168,9 +181,7 @@ class BertDataset:
             JzeroError: a token is outside of the vocabulary.
             IndexError: k is negative.
         """
-        k = k.__index__()
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are counted from 0 and have no end")
+        k = sample_number(k)
         epoch, at = divmod(k, len(self))
         run = index_shuffle(at, max_index=len(self) - 1, seed=_order(self.seed, epoch), rounds=4)
         random = _stream(self.seed, k, _SAMPLE)
@@ -215,8 +226,7 @@ class BertDataset:
         """The tokens of sentences [first, last), int32."""
         begin, end = int(self._starts[first]), int(self._starts[last])
         tokens = self.indexed.tokens[begin:end]
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            at = int(np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0])
+        if (at := first_foreign(tokens, self.vocab_size)) is not None:
             raise foreign_token(self.indexed, begin + at, self.vocab_size)
         return tokens.astype(np.int32)
 
@@ -248,25 +258,6 @@ class BertDataset:
             "token_types": (text & (np.arange(T) >= begin_of_b)).astype(np.int32),
             "segments": text.astype(np.int32),
         }
-
-    # --- checks ------------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._room < 2 or self.seed < 0:
-            raise JzeroError(
-                f"data: expected a sequence length of at least 5 and a seed of at least 0, found {self.seq_length} and "
-                f"{self.seed}; correct model.encoder_seq_length or model.seed"
-            )
-        if self.indexed.dtype.kind not in "iu":
-            raise JzeroError(
-                f"{self.indexed.prefix}.idx: expected integer tokens, found {self.indexed.dtype.name}; build it with "
-                "integer tokens"
-            )
-        if self.whole_word_masking and self.tokens.continues is None:
-            raise JzeroError(
-                "model.data.whole_word_masking: expected a WordPiece or byte-level BPE vocabulary, which says where "
-                "words begin, found another; set it to false"
-            )
 
     def _check_sentences(self) -> None:
         first, last = self.documents
@@ -317,6 +308,10 @@ def runs(starts: np.ndarray, documents: np.ndarray, lengths: np.ndarray, least: 
 def shared(a: int, b: int, room: int) -> tuple[int, int]:
     """How many tokens of A and B stay, if they are taken from the longer one until `room` are left.
 
+    Args:
+        a, b: tokens of A and B.
+        room: tokens of both together.
+
     Example:
         >>> shared(10, 3, 8), shared(9, 9, 7), shared(2, 3, 8)
         ((5, 3), (4, 3), (2, 3))
@@ -347,6 +342,13 @@ def mask(
 
     Returns:
         int32 [T] with replacements, bool [T] the chosen ones.
+
+    Example:
+        >>> special = BertTokens(cls=0, sep=1, mask=2, pad=3, ordinary=np.arange(5, 9, dtype=np.int32))
+        >>> labels = np.arange(5, 9, dtype=np.int32)
+        >>> tokens, chosen = mask(labels, np.ones(4, bool), 0.5, special, np.random.RandomState(0))
+        >>> int(chosen.sum()), bool((tokens == labels)[~chosen].all())
+        (2, True)
     """
     places = np.flatnonzero(is_word)
     count = max(1, round(len(places) * share))

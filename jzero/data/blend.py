@@ -8,12 +8,12 @@ from typing import SupportsIndex
 import numpy as np
 
 from jzero.data.bert import BertDataset
+from jzero.data.checks import sample_number
 from jzero.data.gpt import GPTDataset
 from jzero.errors import JzeroError
 
-_RESOLUTION = (
-    1 << 20
-)  # longest period of the interleaving; proportions are rounded to 1 / 2²⁰ where they need a longer one
+# Longest period of the interleaving; proportions are rounded to 1 / 2²⁰ where they need a longer one.
+_RESOLUTION = 1 << 20
 
 
 def proportions(weights: Sequence[float]) -> list[int]:
@@ -84,7 +84,7 @@ class Blend:
         self.datasets = list(datasets)
         self.counts = proportions(weights)
         if len(self.counts) != len(self.datasets):
-            raise ValueError(f"{len(self.datasets)} datasets but {len(self.counts)} weights")
+            raise ValueError(f"weights: expected {len(self.datasets)}, one per dataset, found {len(self.counts)}")
         self._source, self._number = interleaving(self.counts)
 
     def __len__(self) -> int:
@@ -104,14 +104,12 @@ class Blend:
 
     def __getitem__(self, k: SupportsIndex) -> dict[str, np.ndarray]:
         """Sample k ≥ 0, as the dataset that it comes from gives it."""
-        source, number = self.place(k.__index__())
+        source, number = self.place(k)
         return self.datasets[source][number]
 
-    def place(self, k: int) -> tuple[int, int]:
+    def place(self, k: SupportsIndex) -> tuple[int, int]:
         """Which dataset sample k ≥ 0 comes from, and which of its samples it is."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are counted from 0 and have no end")
-        period, at = divmod(k, len(self._source))
+        period, at = divmod(sample_number(k), len(self._source))
         source = int(self._source[at])
         return source, period * self.counts[source] + int(self._number[at])
 

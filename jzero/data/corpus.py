@@ -56,11 +56,7 @@ def stdlib_corpus(cache_dir: str | Path | None = None) -> str:
         >>> bytes(IndexedDataset(stdlib_corpus(tempfile.mkdtemp())).tokens[:200].astype("u1")).isascii()
         True
     """
-    sources = _need_sources()
-    folder = _cache(cache_dir) / f"stdlib-{platform.python_version()}-{_digest(sources)}"
-    if not _is_complete(folder / "text"):
-        _build(folder, lambda own: _bytes(sources, own))
-    return str(folder / "text")
+    return _cached(cache_dir, "stdlib", _bytes)
 
 
 def stdlib_sentences(cache_dir: str | Path | None = None) -> str:
@@ -76,11 +72,7 @@ def stdlib_sentences(cache_dir: str | Path | None = None) -> str:
         >>> tokenizer.vocab_size, int(IndexedDataset(prefix).tokens.max()) < 2048
         (2048, True)
     """
-    sources = _need_sources()
-    folder = _cache(cache_dir) / f"stdlib-words-{platform.python_version()}-{_digest(sources)}-{version('tokenizers')}"
-    if not _is_complete(folder / "text"):
-        _build(folder, lambda own: _words(sources, own))
-    return str(folder / "text")
+    return _cached(cache_dir, "stdlib-words", _words, version("tokenizers"))
 
 
 def stdlib_tokenizer(cache_dir: str | Path | None = None) -> str:
@@ -88,14 +80,27 @@ def stdlib_tokenizer(cache_dir: str | Path | None = None) -> str:
     return str(Path(stdlib_sentences(cache_dir)).with_name("tokenizer.json"))
 
 
-def _need_sources() -> list[tuple[str, bytes]]:
+def _cached(
+    cache_dir: str | Path | None, name: str, fill: Callable[[list[tuple[str, bytes]], Path], None], *versions: str
+) -> str:
+    """The prefix of the indexed file that `fill(sources, folder)` writes, from the cache if it is there.
+
+    Args:
+        cache_dir: as for `stdlib_corpus`.
+        name: of the folder; the version of Python, a hash of the sources and `versions` follow it.
+        fill: writes "text.bin" and "text.idx", and whatever else belongs to them.
+        versions: of what else decides on the content.
+    """
     sources = list(_sources(Path(sysconfig.get_paths()["stdlib"])))
     if not sources:
         raise JzeroError(
             f"built-in corpus: expected the source text of the standard library in {sysconfig.get_paths()['stdlib']}, "
             "found none; set model.data.data_prefix to an indexed file of your own (`jzero data build`)"
         )
-    return sources
+    folder = _cache(cache_dir) / "-".join([name, platform.python_version(), _digest(sources), *versions])
+    if not _is_complete(folder / "text"):
+        _build(folder, lambda own: fill(sources, own))
+    return str(folder / "text")
 
 
 def _sources(root: Path) -> Iterator[tuple[str, bytes]]:

@@ -4,6 +4,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from jzero.data.checks import check_source, first_foreign, foreign_token, sample_number
 from jzero.data.indexed import IndexedDataset
 from jzero.data.stream import TokenStream, sample_order
 from jzero.errors import JzeroError
@@ -62,16 +63,7 @@ class GPTDataset:
         eod_mask_loss: bool = False,
     ):
         first, last = documents or (0, len(indexed.documents) - 1)
-        if seq_length < 1 or seed < 0:
-            raise JzeroError(
-                f"data: expected a sequence length of at least 1 and a seed of at least 0, found {seq_length} and "
-                f"{seed}; correct model.encoder_seq_length or model.seed"
-            )
-        if indexed.dtype.kind not in "iu":
-            raise JzeroError(
-                f"{indexed.prefix}.idx: expected integer tokens, found {indexed.dtype.name}; build it with integer "
-                "tokens"
-            )
+        check_source(indexed, seq_length, seed, least=1)
         if indexed.document_starts[first] == indexed.document_starts[last]:
             raise JzeroError(
                 f"{indexed.prefix}: expected tokens in documents [{first}, {last}), found none; change splits_string "
@@ -113,13 +105,11 @@ class GPTDataset:
             JzeroError: a token is outside of the vocabulary.
             IndexError: k is negative.
         """
-        k, T = k.__index__(), self.seq_length
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are counted from 0 and have no end")
+        k, T = sample_number(k), self.seq_length
         begin = sample_order(k, self._stream.size, T, self.seed) * T
         window = self._stream.read(begin, T + 1)
-        if window.max() >= self.vocab_size or window.min() < 0:
-            self._raise_foreign(window, begin)
+        if (at := first_foreign(window, self.vocab_size)) is not None:
+            raise foreign_token(self.indexed, self._stream.locate(begin + at), self.vocab_size)
         window = window.astype(np.int32)
         return self._sample(window[:-1], window[1:])
 
@@ -145,17 +135,3 @@ class GPTDataset:
             if self.reset_attention_mask:
                 sample["segments"] = np.cumsum(begins, dtype=np.int32) + np.int32(1)
         return sample
-
-    def _raise_foreign(self, window: np.ndarray, begin: int):
-        at = int(np.flatnonzero((window >= self.vocab_size) | (window < 0))[0])
-        raise foreign_token(self.indexed, self._stream.locate(begin + at), self.vocab_size)
-
-
-def foreign_token(indexed: IndexedDataset, place: int, vocab_size: int) -> JzeroError:
-    """The error that token number `place` of a file is outside of the vocabulary."""
-    document = int(np.searchsorted(indexed.document_starts, place, side="right")) - 1
-    return JzeroError(
-        f"{indexed.prefix}.bin: expected tokens in 0..{vocab_size - 1} (a vocabulary of {vocab_size}), found "
-        f"{indexed.tokens[place]} at position {place} (document {document}); use the tokenizer that the file was "
-        "built with"
-    )

@@ -15,8 +15,9 @@ from absl import flags
 
 from jzero.data.bert import BertDataset, bert_tokens
 from jzero.data.blend import Blend, split_documents
+from jzero.data.checks import check_vocabulary
 from jzero.data.corpus import stdlib_corpus, stdlib_sentences, stdlib_tokenizer
-from jzero.data.gpt import GPTDataset, foreign_token
+from jzero.data.gpt import GPTDataset
 from jzero.data.indexed import IndexedDataset
 from jzero.data.text import Tokenizer, load_tokenizer
 from jzero.errors import JzeroError
@@ -24,8 +25,6 @@ from jzero.errors import JzeroError
 SPLITS = ("train", "validation", "test")
 Dataset = GPTDataset | BertDataset | Blend
 
-_LOOKED_AT = 1 << 26  # tokens of a file that are compared with the vocabulary when it is opened (0.1 s)
-_WINDOWS = 64  # in which they lie, where the file has more
 _AHEAD = 4  # batches read ahead, per process that reads
 _ENDLESS = 1 << 36  # steps: more than any run has, few enough for Grain, which divides lengths as floats
 
@@ -107,36 +106,19 @@ def open_datasets(
     return datasets
 
 
-def check_vocabulary(file: IndexedDataset, vocab_size: int, limit: int = _LOOKED_AT) -> None:
-    """Looks for tokens outside of the vocabulary, in the whole of a small file, in windows all over a large one.
-
-    What is not looked at here is checked when it is read; but a file of another tokenizer shows here, before a run has
-    begun.
-
-    Args:
-        file: integer tokens; others are refused elsewhere.
-        vocab_size: every token must be in 0..vocab_size - 1.
-        limit: tokens looked at.
-
-    Raises:
-        JzeroError: names the file, the token and its place.
-    """
-    if file.dtype.kind not in "iu" or (file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size):
-        return
-    size = len(file.tokens)
-    step, length = (size // _WINDOWS, limit // _WINDOWS) if size > limit else (max(size, 1), size)
-    for begin in range(0, size, step):
-        window = file.tokens[begin : begin + length]
-        if len(window) and (window.max() >= vocab_size or window.min() < 0):
-            at = int(np.flatnonzero((window >= vocab_size) | (window < 0))[0])
-            raise foreign_token(file, begin + at, vocab_size)
-
-
 def config_tokenizer(config: Any) -> Tokenizer:
     """The tokenizer of `config.model.tokenizer`: that of bytes, the one in the file `model`, or "stdlib", see `corpus`.
 
+    Args:
+        config: read by attribute: model.tokenizer.model, model.data.cache_dir.
+
     Raises:
         JzeroError: the file is missing or of no use.
+
+    Example:
+        >>> from jzero.train.config import Config
+        >>> config_tokenizer(Config()).vocab_size
+        257
     """
     return load_tokenizer(tokenizer_path(config) or "bytes")
 
@@ -161,6 +143,13 @@ def build_datasets(config: Any, tokenizer: Tokenizer | None = None) -> dict[str,
 
     Raises:
         JzeroError: see `open_datasets`.
+
+    Example:
+        >>> import tempfile
+        >>> from jzero.train.config import load_config
+        >>> config = load_config(None, ["model.encoder_seq_length=64", f"model.data.cache_dir={tempfile.mkdtemp()}"])
+        >>> build_datasets(config)["train"][0]["tokens"].shape
+        (64,)
     """
     data = config.model.data
     tokenizer = config_tokenizer(config) if tokenizer is None else tokenizer
@@ -232,11 +221,13 @@ def batches(
     if num_workers < 0:
         raise JzeroError(f"model.data.num_workers: expected at least 0, found {num_workers}; 0 reads in this process")
     if batch_size < 1 or start_step < 0:
-        raise ValueError(f"batch_size {batch_size}, start_step {start_step}: out of range")
+        raise ValueError(
+            f"batches: expected batch_size from 1 and start_step from 0, found {batch_size} and {start_step}"
+        )
     whole = range(batch_size)
     own = list(whole[rows] if isinstance(rows, slice) else whole if rows is None else [whole[row] for row in rows])
     if not own:
-        raise ValueError(f"rows {rows}: none of the {batch_size} rows of a batch")
+        raise ValueError(f"rows: expected some of 0..{batch_size - 1}, the rows of a batch, found {rows}")
     steps = grain.MapDataset.source(_Rows(dataset, batch_size, own, start_step)).batch(len(own))
     # One thread: reading is a copy under Python's lock, so more threads only contend for it.
     ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD))

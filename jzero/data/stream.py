@@ -46,7 +46,7 @@ class TokenStream:
         self.starts = indexed.document_starts[first : last + 1]  # int64 [documents + 1]
         self.size = int(self.starts[-1] - self.starts[0])
         if self.size == 0:
-            raise ValueError(f"{indexed.prefix}: no tokens in documents [{first}, {last})")
+            raise ValueError(f"{indexed.prefix}: expected tokens in documents [{first}, {last}), found none")
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._lock = threading.Lock()
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jzero.data.folders import missing_folders, remove_empty
 from jzero.data.text import FileTokenizer, input_files, read_documents
 from jzero.errors import JzeroError
+from jzero.folders import missing_folders, remove_empty
 
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """The special tokens of both kinds, ids from 0 in this order; BPE has no use for [UNK]."""
@@ -87,10 +87,8 @@ def learn(texts: Iterable[str], *, vocab_size: int, kind: str, lowercase: bool =
 def save(backend: Any, output: str | Path) -> None:
     """Writes a tokenizer of the library as `tokenizer.json`, whole or not at all."""
     output = Path(output)
-    own, made = (
-        output.with_name(f".{output.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"),
-        missing_folders(output.parent),
-    )
+    own = output.with_name(f".{output.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    made = missing_folders(output.parent)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(backend.to_str(pretty=True), encoding="utf-8")

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from jzero.data.folders import missing_folders, remove_empty
 from jzero.data.indexed import DTYPES, HEADER, MAGIC, VERSION, index_path, tokens_path
 from jzero.errors import JzeroError
+from jzero.folders import missing_folders, remove_empty
 
 _MAX_SIZE = np.iinfo(np.int32).max
 
@@ -95,12 +95,15 @@ class IndexedWriter:
             ValueError: lengths or modes do not fit the tokens.
         """
         if self._file is None:
-            raise ValueError("IndexedWriter: add() works inside its `with` block only")
+            raise ValueError("IndexedWriter: expected add() inside of its `with` block, found it outside")
         document = self._convert(np.asarray(tokens).ravel())
         lengths = [document.size] if lengths is None else list(lengths)
         modes = [0] * len(lengths) if modes is None else list(modes)
         if sum(lengths) != document.size or len(modes) != len(lengths) or min(lengths, default=0) < 0:
-            raise ValueError(f"lengths {lengths} and modes {modes} do not fit a document of {document.size} tokens")
+            raise ValueError(
+                f"lengths, modes: expected {document.size} tokens altogether, and a mode per sequence, found {lengths} "
+                f"and {modes}"
+            )
         if max(lengths, default=0) > _MAX_SIZE:
             raise JzeroError(
                 f"{tokens_path(self.prefix)}: expected sequences of at most {_MAX_SIZE} tokens, found {max(lengths)}; "

@@ -126,7 +126,22 @@ def dot(
 
 
 def forward(x: Array, w: Weight, scales: Array | None, options: Options) -> tuple[Array, Residuals]:
-    """The result, and what `backward` needs; arguments as for `dot`."""
+    """The result of `dot`, and what `backward` needs.
+
+    Args:
+        x, w, scales: as for `dot`; scales None: ones.
+        options: all else.
+
+    Returns:
+        [M..., O...] in the dtype of x; the residuals.
+
+    Example:
+        >>> options = Options(CurrentScaling(power_of_two=True), 1, Shared(), (jnp.float32, jnp.float32))
+        >>> y, residuals = forward(jnp.ones((2, 4)), jnp.full((4, 3), 0.5), None, options)
+        >>> dx, dw, amaxes, _ = backward(residuals, jnp.ones((2, 3)), options)
+        >>> y[0], amaxes
+        (Array([2., 2., 2.], dtype=float32), Array([1. , 0.5, 1. ], dtype=float32))
+    """
     scales = jnp.ones(3, jnp.float32) if scales is None else scales
     if isinstance(options.recipe, BlockScaling):
         return _forward_blocks(x, w, scales, options)
@@ -149,7 +164,16 @@ def forward(x: Array, w: Weight, scales: Array | None, options: Options) -> tupl
 
 
 def backward(residuals: Residuals, dy: Array, options: Options) -> tuple[Array, Array, Array, Array | None]:
-    """dx; dw; the largest magnitudes of x, w and dy, float32 [3]; the shares, float32 [3, 2], or None."""
+    """Both gradients, from what `forward` left and the cotangent of its result.
+
+    Args:
+        residuals: of `forward`.
+        dy: [M..., O...].
+        options: as for `forward`.
+
+    Returns:
+        dx; dw; the largest magnitudes of x, w and dy, float32 [3]; the shares, float32 [3, 2], or None.
+    """
     if isinstance(options.recipe, BlockScaling):
         return _backward_blocks(residuals, dy, options)
     x_hat, w_hat, scales, seen, shares = residuals

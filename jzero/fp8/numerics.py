@@ -22,7 +22,14 @@ E5M2 = jnp.dtype(jnp.float8_e5m2)
 
 
 class Quantised(NamedTuple):
-    """An array stored as FP8; it is worth `value / scale`."""
+    """An array stored as FP8; it is worth `value / scale`.
+
+    Example:
+        >>> scale = jnp.float32(128)
+        >>> stored = Quantised(quantise(jnp.float32([1, 2]), scale, E4M3), scale)
+        >>> dequantise(*stored)
+        Array([1., 2.], dtype=float32)
+    """
 
     value: Any  # E4M3 or E5M2
     scale: Any  # float32, []; as a parameter [*stacked], one per layer

@@ -20,7 +20,12 @@ from jax import Array
 
 
 class Slots(NamedTuple):
-    """Of all layers [L, P, ...], of one [P, ...], or of one product; None where nothing is wanted."""
+    """Of all layers [L, P, ...], of one [P, ...], or of one product; None where nothing is wanted.
+
+    Example:
+        >>> Slots(scales=jnp.ones((4, 3))).of(0).scales.shape
+        (3,)
+    """
 
     scales: Any = None  # float32 [..., 3]: of input, weight and gradient
     shares: Any = None  # float32 [..., 3, 2]: saturated, flushed to zero

@@ -165,6 +165,9 @@ class BERT(nnx.Module):
         rngs: makes initial parameters from its stream `params`.
         params: uses these instead: a nested dict of arrays.
 
+    Raises:
+        TypeError: neither `rngs` nor `params` are given, or both.
+
     Example:
         >>> config = BertConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
         >>> model = BERT(config, rngs=nnx.Rngs(0))
@@ -174,11 +177,7 @@ class BERT(nnx.Module):
     """
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs | None = None, *, params: Tree | None = None):
-        if (rngs is None) == (params is None):
-            raise TypeError("BERT takes either rngs or params")
-        if params is None:
-            assert rngs is not None
-            params = parameters.initialize(describe(config), rngs.params())
+        params = parameters.given_or_drawn(params, rngs, describe(config), "BERT")
         self.config = config
         self.embedding = BertEmbedding(config, params["embedding"])
         self.blocks = Block(config, params["blocks"])
@@ -212,7 +211,7 @@ class BERT(nnx.Module):
         """
         x = self.embedding.typed(tokens, token_types, positions, dropout)
         context = {"positions": positions, "segments": segments, "dropout": dropout}
-        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
+        x = apply_blocks(self.blocks, x, self.config.pieces, slots, **context)
         x = x if self.final_norm is None else self.final_norm(x)
         logits = self.head(x, self.embedding.token[...])
         if self.pooler is None or self.binary_head is None:

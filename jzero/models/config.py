@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -19,6 +19,14 @@ _CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope"),
     "attention_implementation": ("auto", "xla", "cudnn"),
 }
+
+
+class Piece(NamedTuple):
+    """Layers that follow one another and are alike."""
+
+    wide: bool  # their products have the type of the activations, although the model's are in FP8
+    start: int  # number of the first
+    stop: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,8 @@ class TransformerConfig:
         do_layer_norm_weight_decay: whether weight decay applies to norms and biases too.
         fp8: recipe of the layers' four products; None: they have the type of the activations. Embedding, head and norms
             are never in FP8.
+        first_last_layers_bf16: with `fp8`: in the first and the last layers all products have the type of the
+            activations; num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: in how many.
         param_dtype: type of the parameters. Activations have the type of the embedding they start from.
 
     Raises:
@@ -86,6 +96,9 @@ class TransformerConfig:
     attention_implementation: str = "auto"
     do_layer_norm_weight_decay: bool = False
     fp8: Recipe | None = None
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
@@ -125,6 +138,25 @@ class TransformerConfig:
         return (
             self.init_method_std / (2 * self.num_layers) ** 0.5 if self.use_scaled_init_method else self.init_method_std
         )
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All layers, those that follow one another and are alike in one piece.
+
+        Example:
+            >>> from jzero.fp8 import CurrentScaling
+            >>> sizes = {"vocab_size": 64, "num_layers": 5, "hidden_size": 8, "num_attention_heads": 1}
+            >>> TransformerConfig(**sizes, fp8=CurrentScaling(), first_last_layers_bf16=True).pieces[1]
+            Piece(wide=False, start=1, stop=4)
+        """
+        count = self.num_layers
+        if self.fp8 is None or not self.first_last_layers_bf16:
+            return (Piece(False, 0, count),)
+        first, last = self.num_layers_at_start_in_bf16, count - self.num_layers_at_end_in_bf16
+        if first >= last:
+            return (Piece(True, 0, count),)
+        pieces = Piece(True, 0, first), Piece(False, first, last), Piece(True, last, count)
+        return tuple(piece for piece in pieces if piece.start < piece.stop)
 
 
 def check_split(config: TransformerConfig, tensor: int) -> None:
@@ -166,6 +198,9 @@ def _check_ranges(config: TransformerConfig) -> None:
     for key in ("init_method_std", "layernorm_epsilon", "rotary_base"):
         if not getattr(config, key) > 0:
             raise mistake(key, "a number above 0", getattr(config, key))
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if not 0 <= getattr(config, key) <= config.num_layers:
+            raise mistake(key, f"0 to num_layers {config.num_layers}", getattr(config, key))
     if not 0 <= config.vocab_padding < config.vocab_size:
         raise mistake("vocab_padding", f"at least 0 and below vocab_size {config.vocab_size}", config.vocab_padding)
     if not jnp.issubdtype(jnp.dtype(config.param_dtype), jnp.floating):

@@ -16,7 +16,7 @@ from jzero.errors import JzeroError
 from jzero.fp8 import Slots
 from jzero.fp8.recipes import Recipe
 from jzero.models import parameters
-from jzero.models.config import TransformerConfig
+from jzero.models.config import Piece, TransformerConfig
 from jzero.models.dropout import Dropout
 from jzero.models.layers import PRODUCTS, SAVED_BY_SELECTIVE, Block
 from jzero.models.parameters import Tree
@@ -42,7 +42,7 @@ class Functions(NamedTuple):
     decay: Tree  # of bool: whether weight decay applies
     init: Callable[..., Tree]  # (key, chunks=1) -> parameters, see `parameters.initialize`
     embed: Callable[[Tree, Batch, Dropout | None], jax.Array]  # (outer, batch, dropout) -> x [B, T, D]
-    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index, FP8 slots or None) -> x
+    block: Callable[..., jax.Array]  # (layer, x, batch, dropout, index, FP8 slots or None, wide=False) -> x
     losses: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [B, T]
     loss: Callable[[Tree, jax.Array, Batch], jax.Array]  # (outer, x, batch) -> float32 [], the weighted sum of all
     measures: Callable[[Tree, jax.Array, Batch], Sums]  # (outer, x, batch) -> sums over the batch
@@ -52,6 +52,7 @@ class Functions(NamedTuple):
     tensor: TensorParallel  # how the model is spread over the tensor axis
     inputs: dict[str, int]  # arrays of a training batch -> their number of dimensions
     fp8: Recipe | None  # of the layers' products
+    pieces: tuple[Piece, ...]  # which layers are wide
     products: tuple[tuple[str, ...], ...]  # paths in a layer's tree of what may be in FP8, in the order of its slots
     has_sample_loss: bool  # whether `loss` has terms per sample besides those per token
 
@@ -98,17 +99,6 @@ def make_functions(
     Without `loss`, `measures` and `counts` the tokens' losses are all there is.
     """
 
-    def block(
-        layer: Tree,
-        x: jax.Array,
-        batch: Batch,
-        dropout: Dropout | None,
-        index: int | jax.Array,
-        slots: Slots | None = None,
-    ) -> jax.Array:
-        context = {name: batch.get(name) for name in ("positions", "segments")}
-        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, **context)
-
     def weighted(outer: Tree, x: jax.Array, batch: Batch) -> jax.Array:
         return jnp.sum(losses(outer, x, batch) * batch["weight"])
 
@@ -121,7 +111,7 @@ def make_functions(
         decay=parameters.decays(tree),
         init=lambda key, chunks=1: parameters.initialize(tree, key, chunks),
         embed=embed,
-        block=block,
+        block=_block(config, tensor),
         losses=losses,
         loss=loss or weighted,
         measures=measures or measured,
@@ -131,6 +121,26 @@ def make_functions(
         tensor=tensor,
         inputs=inputs,
         fp8=config.fp8,
+        pieces=config.pieces,
         products=PRODUCTS,
         has_sample_loss=loss is not None,
     )
+
+
+def _block(config: TransformerConfig, tensor: TensorParallel) -> Callable[..., jax.Array]:
+    """`Functions.block`."""
+
+    def block(
+        layer: Tree,
+        x: jax.Array,
+        batch: Batch,
+        dropout: Dropout | None,
+        index: int | jax.Array,
+        slots: Slots | None = None,
+        *,
+        wide: bool = False,
+    ) -> jax.Array:
+        context = {name: batch.get(name) for name in ("positions", "segments")}
+        return Block(config, layer, tensor)(x, index=index, dropout=dropout, slots=slots, wide=wide, **context)
+
+    return block

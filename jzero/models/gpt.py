@@ -76,6 +76,9 @@ class GPT(nnx.Module):
         rngs: makes initial parameters from its stream `params`.
         params: uses these instead: a nested dict of arrays.
 
+    Raises:
+        TypeError: neither `rngs` nor `params` are given, or both.
+
     Example:
         >>> import jax.numpy as jnp
         >>> config = GPTConfig(vocab_size=256, num_layers=2, hidden_size=32, num_attention_heads=2)
@@ -85,11 +88,7 @@ class GPT(nnx.Module):
     """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs | None = None, *, params: Tree | None = None):
-        if (rngs is None) == (params is None):
-            raise TypeError("GPT takes either rngs or params")
-        if params is None:
-            assert rngs is not None
-            params = parameters.initialize(describe(config), rngs.params())
+        params = parameters.given_or_drawn(params, rngs, describe(config), "GPT")
         self.config = config
         self.embedding = Embedding(config, params["embedding"])
         self.blocks = Block(config, params["blocks"])
@@ -118,7 +117,7 @@ class GPT(nnx.Module):
         """
         x = self.embedding(tokens, positions, dropout)
         context = {"positions": positions, "segments": segments, "dropout": dropout}
-        x = apply_blocks(self.blocks, x, self.config.num_layers, slots, **context)
+        x = apply_blocks(self.blocks, x, self.config.pieces, slots, **context)
         table = self.embedding.token if self.head is None else self.head.weight
         return project_to_vocabulary(self.final_norm(x), table[...])
 

@@ -13,7 +13,7 @@ H = G · R heads, K head width, V vocabulary, N tensor ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jzero.fp8 import CurrentScaling, Slots
 from jzero.fp8.dot import MEASURED, Shared, dot
 from jzero.fp8.recipes import Recipe
 from jzero.models.attention import attend, einsum32, rotate
-from jzero.models.config import TransformerConfig
+from jzero.models.config import Piece, TransformerConfig
 from jzero.models.dropout import Dropout, Site, drop_attention, drop_features
 from jzero.models.parameters import Parameter, Tree, constant, normal
 from jzero.parallel.tensor import AXIS, TensorParallel
@@ -72,19 +72,19 @@ class Linear(nnx.Module):
         self.inputs, self.fp8, self.tensor = inputs, config and config.fp8, tensor
 
     def __call__(
-        self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None, slots: Slots = _NO_SLOTS
+        self, x: jax.Array, leave: Callable[[jax.Array], jax.Array] | None = None, slots: Slots | None = _NO_SLOTS
     ) -> jax.Array:
         """Apply the projection.
 
         Args:
             x: [B, T, inputs...].
             leave: sums products whose inputs are split over the tensor axis, before the bias; None: outputs are split.
-            slots: of an FP8 product: scales [3].
+            slots: of an FP8 product: scales [3]; None: the product has the type of x, whatever `config.fp8` says.
 
         Returns:
             [B, T, outputs...].
         """
-        if self.fp8 is None:
+        if self.fp8 is None or slots is None:
             y = jnp.tensordot(x, self.weight[...].astype(x.dtype), self.inputs)
         else:
             y = self._eight_bits(x, slots, self.fp8, inputs_split=leave is not None)
@@ -174,7 +174,7 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
-        slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS),
+        slots: Sequence[Slots | None] = (_NO_SLOTS, _NO_SLOTS),
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]. Arguments as for `Block`; slots of qkv and out."""
         config, x = self.config, self.tensor.enter(x)
@@ -219,7 +219,7 @@ class MLP(nnx.Module):
         self.up = Linear(values["up"], 1, config, tensor)
         self.down = Linear(values["down"], 1, config, tensor)
 
-    def __call__(self, x: jax.Array, slots: tuple[Slots, Slots] = (_NO_SLOTS, _NO_SLOTS)) -> jax.Array:
+    def __call__(self, x: jax.Array, slots: Sequence[Slots | None] = (_NO_SLOTS, _NO_SLOTS)) -> jax.Array:
         """[B, T, D] -> [B, T, D]; slots of up and down."""
         wide = checkpoint_name(self.up(self.tensor.enter(x), slots=slots[0]), "up")
         return checkpoint_name(self.down(self.activation(wide), self.tensor.leave, slots[1]), "projection")
@@ -275,6 +275,7 @@ class Block(nnx.Module):
         segments: jax.Array | None = None,
         dropout: Dropout | None = None,
         slots: Slots | None = None,
+        wide: bool = False,
     ) -> jax.Array:
         """Apply the layer.
 
@@ -285,11 +286,13 @@ class Block(nnx.Module):
             segments: int [B, T]; positions see only those of their own segment. None: all are one.
             dropout: None: no dropout.
             slots: of the four FP8 products, in the order of `PRODUCTS`; None: `config.fp8` needs none.
+            wide: none of its products is in FP8.
 
         Returns:
             Like x.
         """
-        qkv, out, up, down = (_NO_SLOTS if slots is None else slots.of(i) for i in range(len(PRODUCTS)))
+        of = lambda i: _NO_SLOTS if slots is None else slots.of(i)
+        qkv, out, up, down = (None if wide else of(i) for i in range(len(PRODUCTS)))
         attended = self.attention(
             x if self.post else self.attention_norm(x),
             index=index,
@@ -301,20 +304,25 @@ class Block(nnx.Module):
         first = self.tensor.first_position(x.shape[1])
         x = x + drop_features(attended, self.rate, dropout, Site.ATTENTION_OUT, index, first)
         x = self.attention_norm(x) if self.post else x
-        wide = self.mlp(x if self.post else self.mlp_norm(x), (up, down))
-        x = x + drop_features(wide, self.rate, dropout, Site.MLP_OUT, index, first)
+        fed = self.mlp(x if self.post else self.mlp_norm(x), (up, down))
+        x = x + drop_features(fed, self.rate, dropout, Site.MLP_OUT, index, first)
         return self.mlp_norm(x) if self.post else x
 
 
-def apply_blocks(blocks: Block, x: jax.Array, count: int, slots: Slots | None = None, **context: Any) -> jax.Array:
+def apply_blocks(
+    blocks: Block, x: jax.Array, pieces: Sequence[Piece], slots: Slots | None = None, **context: Any
+) -> jax.Array:
     """All layers of a module whose parameters (and slots) are stacked in front; `context` as for `Block`."""
     structure, layers = nnx.split(blocks)
+    for wide, start, stop in pieces:
 
-    def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None]) -> tuple[jax.Array, None]:
-        values, index, own = layer
-        return nnx.merge(structure, values)(x, index=index, slots=own, **context), None
+        def body(x: jax.Array, layer: tuple[Any, jax.Array, Slots | None], wide: bool = wide) -> tuple[jax.Array, None]:
+            values, index, own = layer
+            return nnx.merge(structure, values)(x, index=index, slots=own, wide=wide, **context), None
 
-    return jax.lax.scan(body, x, (layers, jnp.arange(count), slots))[0]
+        values, own = jax.tree.map(lambda each, own=slice(start, stop): each[own], (layers, slots))
+        x, _ = jax.lax.scan(body, x, (values, jnp.arange(start, stop), own))
+    return x
 
 
 class Embedding(nnx.Module):

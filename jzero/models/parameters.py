@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jzero.errors import JzeroError
 
@@ -44,7 +45,7 @@ class Parameter:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+            raise ValueError(f"Parameter: expected an axis per dimension of {self.shape}, found {self.axes}")
 
 
 def normal(std: float) -> Initializer:
@@ -108,6 +109,20 @@ def initialize(tree: Tree, key: jax.Array, chunks: int = 1) -> Tree:
         return _draw(record, own, chunks).astype(record.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def given_or_drawn(params: Tree | None, rngs: nnx.Rngs | None, tree: Tree, name: str) -> Tree:
+    """A module's parameters: those given, or initial values from the stream `params` of `rngs`.
+
+    Raises:
+        TypeError: neither is given, or both; `name` is the module's.
+    """
+    if (rngs is None) == (params is None):
+        found = "neither" if rngs is None else "both"
+        raise TypeError(
+            f"{name}: expected either rngs or params, found {found}; write for example {name}(config, nnx.Rngs(0))"
+        )
+    return initialize(tree, cast(nnx.Rngs, rngs).params()) if params is None else params
 
 
 def _draw(record: Parameter, key: jax.Array, chunks: int) -> jax.Array:

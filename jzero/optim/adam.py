@@ -46,11 +46,15 @@ def distributed_fused_adam(
         adam_w_mode: False adds lambda p to the gradient instead (Apex: the same name).
         bias_correction: False leaves out the two divisions by 1 - b^t (Apex: the same name).
         **options: every option of `zero`: axis, replica_axis, master, state_dtype, stochastic_rounding, gradients,
-            grad_sync_dtype, param_sync_dtype, clip_norm, skip_nonfinite, loss_scale, param_specs, stacked.
-            `state_dtype` by field names the moments `mu` and `nu`.
+            grad_sync_dtype, param_sync_dtype, clip_norm, skip_nonfinite, loss_scale, param_specs, stacked,
+            fp8_recipe. `state_dtype` by field names the moments `mu` and `nu`.
 
     Returns:
         An optax transformation with `step`, `state_specs` and `partition_report`, see `zero`.
+
+    Raises:
+        TypeError: an option of Apex's optimizer that has another name here; says which.
+        ValueError: as `zero`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jzero, optax

@@ -154,8 +154,7 @@ def from_shards(tx: ZeroTransformation, values: Any, like: Any) -> tuple[Any, Ze
     def build(values: list[Array]) -> tuple[list[Array], ZeroState]:
         new = _narrowed(core, values, plan)
         inner = core.transformation(plan).init(plan.unflatten(values))
-        state = core.encode(values, new, inner, plan, core.storage.first_key())
-        return _whole(new, plan), core.before_steps(state, new)
+        return _whole(new, plan), core.first_state(values, new, inner, plan)
 
     shards, params = ([getattr(leaf, spec) for leaf in plan.leaves] for spec in ("shard_spec", "param_specs"))
     made, state = regions.enter(build, core.mesh, (shards,), (params, core.specs(plan)))(plan.flatten(values, "values"))
@@ -278,10 +277,13 @@ def _check_all_used(what: str, given: Mapping[str, Fetch], names: list[str]) -> 
 def _place(name: str, given: Mapping[str, Fetch], like: Any, dtype: Any, mesh: Mesh) -> Array:
     """A whole array as the shards of its parameter, or on every device where `like` is no plan of one."""
     if name not in given:
-        raise ValueError(f"{name}: expected such an array in what is converted, found {sorted(given)[:8]}")
+        raise ValueError(
+            f"{name}: expected such an array in what is converted, found {sorted(given)[:8]}; convert what a "
+            "transformation of the same kind kept"
+        )
     x = given[name]()
     if x.shape != like.shape:
-        raise ValueError(f"{name}: expected shape {like.shape}, found {x.shape}")
+        raise ValueError(f"{name}: expected shape {like.shape}, found {x.shape}; convert the same model's")
     x = x.astype(dtype)
     put = lambda spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
     if not isinstance(like, Leaf):
@@ -306,8 +308,7 @@ def _encoding(core: Any, plan: Any, known: tuple[int, ...]) -> Callable[..., tup
 
     def build(values: list[Array], arrays: list[Array], given: dict[int, Array]) -> tuple[list[Any], ZeroState, Array]:
         new = _narrowed(core, values, plan, given)
-        state = core.encode(values, new, jax.tree.unflatten(treedef, arrays), plan, core.storage.first_key())
-        state = core.before_steps(state, new)
+        state = core.first_state(values, new, jax.tree.unflatten(treedef, arrays), plan)
         masters = plan.flatten(state.master, "master")
         read = [core.storage.whole(m, p, leaf) for m, p, leaf in zip(masters, new, plan.leaves, strict=True)]
         read += jax.tree.leaves(core.storage.decode(state.inner, core.slots(plan)))

@@ -158,7 +158,8 @@ class _Lifted:
             elif isinstance(v, Shard):
                 raise ValueError(
                     f"{self.plan.leaves[v.leaf].path}: zero needs an elementwise transformation, but its state "
-                    f"{_plain(path)} holds values of this leaf under a path that does not end in the leaf's"
+                    f"{_plain(path)} holds values of this leaf under a path that does not end in the leaf's; use it "
+                    "without zero"
                 )
             else:
                 out.append(replay.array(v))

@@ -111,7 +111,10 @@ def _kind_resident(g: Any, leaf: Leaf, replica: Sequence[str], declared: str) ->
             "kind; pass gradients='local' (autodiff's sum over ranks of their mean losses) or 'reduced' (the mean)"
         )
     if declared == "reduced" and (varying := sorted(regions.varying_axes(g) & {*replica})):
-        raise ValueError(f"gradient of {leaf.path}: declared gradients='reduced', but it varies over {varying}")
+        raise ValueError(
+            f"gradient of {leaf.path}: declared gradients='reduced', but it varies over {varying}; take its mean over "
+            "these axes (jax.lax.pmean), or pass gradients='local'"
+        )
     return "local" if declared == "local" else "reduced"
 
 
@@ -138,7 +141,9 @@ def _wrongly(declared: str) -> str:
 
 def _agreed(leaf: Leaf, declared: str, found: Kind) -> Kind:
     if declared not in ("auto", found):
-        raise ValueError(f"gradient of {leaf.path}: declared gradients='{declared}', but its type says '{found}'")
+        raise ValueError(
+            f"gradient of {leaf.path}: declared gradients='{declared}', but its type says '{found}'; pass 'auto'"
+        )
     return found
 
 

@@ -150,11 +150,6 @@ class Leaf:
         return Quantised(self.param_spec, self.layers_spec) if self.quantised else self.param_spec
 
     @property
-    def shard_specs(self) -> Any:
-        """`shard_spec`; of an FP8 parameter, those of its value and its scale."""
-        return Quantised(self.shard_spec, self.layers_spec) if self.quantised else self.shard_spec
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis over which the shards differ."""
         own = () if self.axis is None or self.resident else (self.axis,)
@@ -316,13 +311,17 @@ def _own_spec(path: str, value: Any, spec: PartitionSpec | None, mesh: Mesh) -> 
     if spec is None and isinstance(sharding, NamedSharding):
         if sharding.mesh.shape != mesh.shape and sharding.spec != PartitionSpec():
             raise ValueError(
-                f"{path}: expected an array on the mesh {dict(mesh.shape)}, found {dict(sharding.mesh.shape)}"
+                f"{path}: expected an array on the mesh {dict(mesh.shape)}, found {dict(sharding.mesh.shape)}; give "
+                "zero the mesh that the parameters lie on"
             )
         spec = sharding.spec
     names = [() if n is None else (n,) if isinstance(n, str) else tuple(n) for n in (spec or ())]
     for name in (n for group in names for n in group):
         if name not in mesh.shape:
-            raise ValueError(f"{path}: its sharding names the axis '{name}', which the mesh {mesh.axis_names} lacks")
+            raise ValueError(
+                f"{path}: its sharding names the axis '{name}', which the mesh {mesh.axis_names} lacks; give zero the "
+                "mesh that the parameters lie on"
+            )
     ndim = np.ndim(value)
     if len(names) > ndim:
         raise ValueError(f"{path}: expected a spec of at most {ndim} entries, found {spec}")
@@ -361,12 +360,18 @@ def _plan_leaf(path: str, value: Any, spec: Spec, mesh: Mesh, axis: str | None, 
         raise ValueError(f"{path}: '{axis}' splits dimension {split}, one of its {stacked} stacked ones; split another")
     for i, (n, o) in enumerate(zip(shape, others, strict=True)):
         if n % o:
-            raise ValueError(f"{path}: dimension {i} of {shape} is split over {spec[i]}, and {o} does not divide {n}")
+            raise ValueError(
+                f"{path}: dimension {i} of {shape} is split over {spec[i]}, and {o} does not divide {n}; pad it, or "
+                "split another dimension"
+            )
     if split is None:
         even = [i for i in range(stacked, len(shape)) if shape[i] and shape[i] // others[i] % ranks == 0]
         split = next((i for i in even if others[i] == 1), even[0] if even and share else None)
     elif shape[split] // others[split] % ranks:
-        raise ValueError(f"{path}: dimension {split} of {shape} is split over '{axis}', and {ranks} does not divide it")
+        raise ValueError(
+            f"{path}: dimension {split} of {shape} is split over '{axis}', and {ranks} does not divide it; pad it, or "
+            "split another dimension"
+        )
     return Leaf(path, shape, str(dtype), spec, ranks, axis, split, stacked, others, resident)
 
 

@@ -78,17 +78,17 @@ def enter(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, bound: Sequenc
 
 
 @contextlib.contextmanager
-def naming_closures() -> Iterator[None]:
-    """Say what to do where JAX refuses a region that uses an outer value on Explicit axes."""
+def explaining_closures(mesh: Mesh) -> Iterator[None]:
+    """Add what to do to JAX's refusal of a region that uses an outer value on Explicit axes."""
     try:
         yield
     except NotImplementedError as error:
-        if "losing over" not in str(error):
-            raise
-        raise ValueError(
-            "zero: on a mesh with Explicit axes the inner transformation cannot hold an array from outside; put "
-            "optax.inject_hyperparams inside of zero, not around it, or use Auto axes"
-        ) from error
+        if AxisType.Explicit in mesh.axis_types:
+            error.add_note(
+                "zero: on a mesh with Explicit axes the inner transformation cannot hold an array from outside; put "
+                "optax.inject_hyperparams inside of zero, not around it, or use Auto axes"
+            )
+        raise
 
 
 def placed(x: Any, spec: PartitionSpec, *, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -37,10 +37,30 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     core: Any  # jzero.optim.zero.Zero, the options
 
     def step(self, grads: Any, state: ZeroState, params: Any, **extra: Any) -> tuple[Any, ZeroState]:
-        """One whole step: `(grads, state, params) -> (new params, new state)`.
+        """One whole step.
 
         The same numbers as `update` followed by `optax.apply_updates`, without the full-size updates in between. The
         only form for FP8 parameters, to which nothing can be added.
+
+        Args:
+            grads: a tree like the parameters, of any kind that `jzero.optim.gradients` names.
+            state: of this transformation.
+            params: the parameters.
+            **extra: passed to the inner transformation.
+
+        Returns:
+            New parameters, in the dtypes and shardings of the old ones, and the new state.
+
+        Raises:
+            ValueError: a tree, leaf or gradient that does not fit (named), or the state of another transformation.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jzero, optax
+            >>> tx = jzero.zero(optax.sgd(0.5), mesh=jzero.make_mesh(data=-1))
+            >>> params = {"w": jnp.ones(8)}
+            >>> params, state = jax.jit(tx.step)({"w": jnp.ones(8)}, tx.init(params), params)
+            >>> float(params["w"][0])
+            0.5
         """
         return self.core.run(grads, state, params, extra, direct=True)
 
@@ -50,6 +70,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Args:
             params: as for `init`.
             masters: a tree of plain arrays, shaped and sharded as the parameters.
+
+        Returns:
+            The state before the first step. Where the values are float32 shards already, see
+            `jzero.optim.convert.from_shards`.
+
+        Raises:
+            ValueError: as `init`; names the leaf.
 
         Example:
             >>> import jax.numpy as jnp, jzero
@@ -67,6 +94,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
             params: arrays or `jax.ShapeDtypeStruct`s.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jzero, optax
+            >>> tx = jzero.zero(optax.sgd(0.1, momentum=0.9), mesh=jzero.make_mesh(data=-1))
+            >>> tx.state_specs({"w": jnp.ones((8, 4))}).inner[0].trace["w"] == jax.sharding.PartitionSpec("data")
+            True
         """
         return self.core.specs(self.core.plan(params))
 

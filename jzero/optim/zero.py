@@ -158,7 +158,10 @@ class Zero:
         plan = make_plan(params, self.mesh, axis=self.axis, param_specs=self.param_specs, stacked=self.stacked)
         for leaf in plan.leaves:
             if shared := sorted({*leaf.axes} & {*self.replica}):
-                raise ValueError(f"{leaf.path}: it is split over {shared}, over which its state is to be repeated")
+                raise ValueError(
+                    f"{leaf.path}: it is split over {shared}, over which its state is to be repeated; leave these out "
+                    "of replica_axis"
+                )
         self.storage.check(plan)
         return plan
 
@@ -175,7 +178,7 @@ class Zero:
                 f"zero: init needs whole arrays, found a call inside shard_map over {bound}; call it outside"
             )
         plan = self.plan(params)
-        with regions.naming_closures():
+        with regions.explaining_closures(self.mesh):
             flat = plan.flatten(params, "params")
             given = flat if masters is None else plan.flatten(masters, "masters")
             return self._init_program(plan, masters is not None)(flat, given)
@@ -185,9 +188,7 @@ class Zero:
         def build(params: list[Array], values: list[Array]) -> ZeroState:
             own = [collectives.take(p, leaf) for p, leaf in zip(params, plan.leaves, strict=True)]
             whole = [fp8.float32(collectives.take(n, leaf)) for n, leaf in zip(values, plan.leaves, strict=True)]
-            inner = self.transformation(plan).init(plan.unflatten(whole))
-            state = self.encode(whole, own, inner, plan, self.storage.first_key())
-            return self.before_steps(state, own)
+            return self.first_state(whole, own, self.transformation(plan).init(plan.unflatten(whole)), plan)
 
         specs = [leaf.param_specs for leaf in plan.leaves]
         values = [leaf.param_spec for leaf in plan.leaves] if given else specs
@@ -215,9 +216,10 @@ class Zero:
         scaling = fp8.abstract_state(plan, self.fp8_recipe)
         return ZeroState(plan.unflatten(master), inner, plan, *scalars, fp8=scaling)
 
-    def before_steps(self, state: ZeroState, params: Sequence[Any]) -> ZeroState:
-        """`encode`'s state with what only steps change, as it is before the first one."""
-        scaling = fp8.first_state(state.plan, self.fp8_recipe, params)
+    def first_state(self, values: list[Array], arrived: list[Any], inner: Any, plan: Plan) -> ZeroState:
+        """`encode`, with what only steps change as it is before the first one."""
+        state = self.encode(values, arrived, inner, plan, self.storage.first_key())
+        scaling = fp8.first_state(plan, self.fp8_recipe, arrived)
         return dataclasses.replace(state, guard=self.first_guard(), fp8=scaling)
 
     def first_guard(self) -> Any:
@@ -286,7 +288,7 @@ class Zero:
         values, kinds = gradients.prepare(grads, plan, self.replica, self.gradients, self.grad_sync_dtype, self.mesh)
         extra = gradients.numeric(extra)
         program = self._step_program(plan, kinds, direct, tuple(sorted(extra)), regions.bound_axes())
-        with regions.naming_closures():
+        with regions.explaining_closures(self.mesh):
             out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
         return plan.unflatten(out), dataclasses.replace(after, plan=state.plan)
 

@@ -17,6 +17,7 @@ Letters: L layers, B samples of this rank, T positions, D model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ from jzero.parallel.tensor import AXIS, TensorParallel
 
 Block = Callable[[Any, Array, Array, Any], Array]
 """One layer: (its weights, x [B, T, D], its number, its FP8 slots or None) -> x [B, T, D]."""
+
+Pieces = Sequence[tuple[Block, int, int]]
+"""Layers of one kind that follow one another: (their function, number of the first, after the last)."""
 
 _ALONE = TensorParallel()
 SUMMED = "projection"
@@ -112,21 +116,32 @@ class DataParallel:
 class Layers:
     """The weights of all layers, whole or as shards."""
 
-    stacked: Any  # each [L, ...]; or [L - 1, ...] where the last layer stands apart
-    last: Any = None  # each [...]: the last layer's, where the first L - 1 came out of a scan without it
+    parts: tuple[Any, ...]  # each [L, ...]; or several, of layers that follow one another, each out of its own scan
+    last: Any = None  # each [...]: the last layer's, where the first L - 1 came out of scans without it
     # whether they are shards, to be gathered layer by layer
     shards: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def count(self) -> int:
         """Number of layers, L."""
-        return jax.tree.leaves(self.stacked)[0].shape[0] + (self.last is not None)
+        return sum(map(_length, self.parts)) + (self.last is not None)
 
-    def at(self, i: Any) -> Any:
-        """Layer i's; `count - 1` as a Python int where the last layer stands apart."""
+    def at(self, i: Any, part: int = 0) -> Any:
+        """Layer i's, of this part if there are several; `count - 1` as a Python int where the last stands apart."""
         if self.last is not None and isinstance(i, int) and i == self.count - 1:
             return self.last
-        return at(self.stacked, i)
+        part = min(part, len(self.parts) - 1)
+        before = sum(map(_length, self.parts[:part]))
+        return at(self.parts[part], i - before if before else i)
+
+
+class Part(NamedTuple):
+    """What a scan over layers of one kind leaves for the backward pass."""
+
+    start: int  # number of the first
+    stop: int
+    residuals: Sequence[Array]  # each [stop - start, ...]: what the layers' VJPs need, without the weights
+    rebuild: Callable[..., Any]  # ((weights, slots), residuals) -> a layer's VJP
 
 
 class Saved(NamedTuple):
@@ -134,9 +149,18 @@ class Saved(NamedTuple):
 
     layers: Layers  # whole weights where they are kept, else the shards that forward was given
     slots: Slots | None  # as forward was given
-    residuals: Sequence[Array]  # each [L - 1, ...]: what the VJPs of all layers but the last need, without the weights
-    rebuild: Callable[..., Any] | None  # ((weights, slots), residuals) -> a layer's VJP; None: there is but the last
+    parts: Sequence[Part]  # of all layers but the last
     last: Callable[[Array], tuple[Any, Array, Any]]  # the last layer's VJP: of its weights, x and slots
+
+
+class Passed(NamedTuple):
+    """What the backward pass of a layer hands to that of the layer before it."""
+
+    dx: Array  # [B, T, D], the cotangent of the layer's input
+    gathered: Any  # whole weights of the layer before it; None where they are not gathered ahead
+    pending: Any  # the layer's gradient, of full size, still to be scattered; None where none is
+    sums: Any  # float32 [L, ...], with the gradients of all layers behind it
+    seen: Slots | None  # likewise
 
 
 def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block:
@@ -161,12 +185,12 @@ def checkpointed(block: Block, granularity: str | None, selective: Any) -> Block
 
 
 def forward(
-    block: Block, layers: Layers, x: Array, parallel: DataParallel, *, keep: bool, slots: Slots | None = None
+    pieces: Pieces, layers: Layers, x: Array, parallel: DataParallel, *, keep: bool, slots: Slots | None = None
 ) -> tuple[Array, Saved]:
     """Run all layers and keep what `backward` needs. Shards are gathered one layer ahead.
 
     Args:
-        block: one layer.
+        pieces: all layers, a scan for each piece.
         layers: the weights: whole ones, which vary over the batch axes, or shards.
         x: [B, T, D].
         parallel: the plan of the stacked weights.
@@ -178,27 +202,31 @@ def forward(
     """
     whole = parallel.layer().whole
     final = layers.count - 1
-    rebuild: list[Callable[..., Any]] = []  # filled while the body is traced
+    rebuild: list[Callable[..., Any]] = []  # filled while a body is traced
 
-    def body(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], tuple[list[Array], Any]]:
+    def body(block: Block, part: int, carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], Any]:
         x, gathered = carry
         following = whole(layers.at(i + 1)) if layers.shards else None
-        weights = gathered if layers.shards else layers.at(i)
+        weights = gathered if layers.shards else layers.at(i, part)
         own = at(slots, i)
         y, vjp = jax.vjp(lambda w, x, own: block(w, x, i, own), weights, x, own)
         residuals, put_together = take_apart(vjp, (weights, own))
         rebuild.append(put_together)
         return (y, following), (residuals, weights if layers.shards and keep else None)
 
-    gathered, residuals, kept = whole(layers.at(0)) if layers.shards else None, [], None
-    if final:
-        numbers = jnp.arange(final, dtype=jnp.int32)
-        (x, gathered), (residuals, kept) = jax.lax.scan(body, (x, gathered), numbers)
-    weights = gathered if layers.shards else layers.at(final)
+    gathered, parts, kept = whole(layers.at(0)) if layers.shards else None, [], []
+    for block, start, stop in pieces:
+        numbers = jnp.arange(start, min(stop, final), dtype=jnp.int32)
+        if numbers.size:
+            run = functools.partial(body, block, len(parts))
+            (x, gathered), (residuals, weights) = jax.lax.scan(run, (x, gathered), numbers)
+            parts.append(Part(start, min(stop, final), residuals, rebuild[-1]))
+            kept.append(weights)
+    weights, block = gathered if layers.shards else layers.at(final), pieces[-1][0]
     y, last = jax.vjp(lambda w, x, own: block(w, x, jnp.int32(final), own), weights, x, at(slots, final))
     if layers.shards and keep:
-        layers = Layers(kept, weights) if final else Layers(jax.tree.map(lambda w: w[None], weights))
-    return y, Saved(layers, slots, residuals, rebuild[-1] if final else None, last)
+        layers = Layers(tuple(kept), weights) if final else Layers((jax.tree.map(lambda w: w[None], weights),))
+    return y, Saved(layers, slots, parts, last)
 
 
 def backward(
@@ -232,36 +260,37 @@ def backward(
     per_layer = parallel.layer()
     layers, final = saved.layers, saved.layers.count - 1
     if layers.shards:  # or XLA would find that it gathered these before, and keep what the policy gives up
-        layers = Layers(collectives.after(dy, layers.stacked), shards=True)
+        layers = Layers(collectives.after(dy, layers.parts), shards=True)
 
     def finish(i: Any, dw: Any) -> Any:
         return dw if local is None else jax.tree.map(lambda a, g: a + g.astype(jnp.float32), at(local, i), dw)
 
-    def one(i: Any, carry: tuple[Array, Any, Any, Any, Any], *, ahead: bool) -> tuple[Array, Any, Any, Any, Any]:
-        dx, gathered, pending, sums, seen = carry
+    def one(number: int, passed: Passed, i: Any, *, ahead: bool) -> Passed:
+        part = saved.parts[number]
         earlier = per_layer.whole(layers.at(i - 1)) if ahead else None
-        weights = gathered if layers.shards else layers.at(i)
-        assert saved.rebuild is not None
-        dw, dx, found = saved.rebuild((weights, at(saved.slots, i)), at(saved.residuals, i))(dx)
-        dw, seen = as_arrays(dw), record(seen, i, found)
+        weights = passed.gathered if layers.shards else layers.at(i, number)
+        own = at(part.residuals, i - part.start if part.start else i)
+        dw, dx, found = part.rebuild((weights, at(saved.slots, i)), own)(passed.dx)
+        dw, seen = as_arrays(dw), record(passed.seen, i, found)
         if not scatter:
-            return dx, earlier, None, add(sums, i, dw), seen
-        # alone in the loop it would be waited for at once; beside a gather XLA's scheduler spreads the two by itself
-        sums = add(sums, i + 1, per_layer.scatter(pending, behind=None if ahead else dx))
-        return dx, earlier, finish(i, dw), sums, seen
+            return Passed(dx, earlier, None, add(passed.sums, i, dw), seen)
+        # beside a gather XLA's scheduler spreads the two by itself; alone a scatter would be waited for at once
+        hidden_by = None if ahead else dx
+        sums = add(passed.sums, i + 1, per_layer.scatter(passed.pending, behind=hidden_by))
+        return Passed(dx, earlier, finish(i, dw), sums, seen)
 
     dw, dx, found = saved.last(dy)
     dw = as_arrays(dw)
     pending, sums = (finish(final, dw), sums) if scatter else (None, add(sums, final, dw))
     gathered = per_layer.whole(layers.at(final - 1)) if layers.shards and final else None
-    carry, first = (dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)
-    if final > first:
-        body = lambda carry, i: (one(i, carry, ahead=layers.shards), None)
-        carry, _ = jax.lax.scan(body, carry, jnp.arange(first, final, dtype=jnp.int32), reverse=True)
+    passed, first = Passed(dx, gathered, pending, sums, record(seen, final, found)), int(layers.shards and final > 0)
+    for number, part in reversed(list(enumerate(saved.parts))):
+        numbers = jnp.arange(max(part.start, first), part.stop, dtype=jnp.int32)
+        body = lambda passed, i, number=number: (one(number, passed, i, ahead=layers.shards), None)
+        passed = jax.lax.scan(body, passed, numbers, reverse=True)[0] if numbers.size else passed
     if first:  # the layer before which there is none to gather
-        carry = one(jnp.int32(0), carry, ahead=False)
-    dx, _, pending, sums, seen = carry
-    return dx, sums, pending, seen
+        passed = one(0, passed, jnp.int32(0), ahead=False)
+    return passed.dx, passed.sums, passed.pending, passed.seen
 
 
 def scatter_first(sums: Any, pending: Any, parallel: DataParallel, behind: Any) -> Any:
@@ -284,7 +313,7 @@ def add(sums: Any, i: Any, value: Any) -> Any:
 
 
 def apply(
-    block: Block,
+    pieces: Pieces,
     layers: Layers,
     x: Array,
     parallel: DataParallel,
@@ -294,11 +323,18 @@ def apply(
     """Run all layers, for evaluation: nothing is kept. Arguments as for `forward`; "invarying": every rank has `x`."""
     whole = parallel.layer().whole
 
-    def body(x: Array, i: Array) -> tuple[Array, None]:
-        weights = whole(layers.at(i), to) if layers.shards else layers.at(i)
-        return block(weights, x, i, at(slots, i)), None
+    for block, start, stop in pieces:
 
-    return jax.lax.scan(body, x, jnp.arange(layers.count, dtype=jnp.int32))[0]
+        def body(x: Array, i: Array, block: Block = block) -> tuple[Array, None]:
+            weights = whole(layers.at(i), to) if layers.shards else layers.at(i)
+            return block(weights, x, i, at(slots, i)), None
+
+        x = jax.lax.scan(body, x, jnp.arange(start, stop, dtype=jnp.int32))[0]
+    return x
+
+
+def _length(stacked: Any) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def at(stacked: Any, i: Any) -> Any:

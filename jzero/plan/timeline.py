@@ -124,7 +124,7 @@ class _Player:
     def play(self, computation: Computation) -> None:
         for instruction in computation.instructions:
             if instruction.opcode == "while":
-                self.loop(computation, instruction)
+                self.loop(instruction)
             elif instruction.opcode == "call":
                 for callee in self.module.called(instruction):
                     self.play(callee)
@@ -217,7 +217,7 @@ class _Player:
             self.lengths[computation.name] = alone.wall
         return self.lengths[computation.name]
 
-    def loop(self, computation: Computation, instruction: Instruction) -> None:
+    def loop(self, instruction: Instruction) -> None:
         body = self.module.computations[(instruction.attribute("body") or "").lstrip("%")]
         times = instruction.trip_count or 1
         for i in range(min(times, PLAYED)):

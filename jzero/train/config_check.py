@@ -162,6 +162,7 @@ def _precision(config: Config) -> None:
 
 def _fp8(config: Config) -> None:
     m = config.model
+    _wide_layers(config)
     if not m.fp8:
         if config.trainer.log_fp8_every_n_steps:
             raise JzeroError("trainer.log_fp8_every_n_steps: there is nothing to log without model.fp8; set it to 0")
@@ -196,6 +197,22 @@ def _fp8(config: Config) -> None:
         )
     if m.fp8_recipe == "mxfp8":
         _blocks(config)
+
+
+def _wide_layers(config: Config) -> None:
+    m = config.model
+    if m.first_last_layers_bf16 and not m.fp8:
+        raise JzeroError(
+            "model.first_last_layers_bf16: without model.fp8 no layer is in FP8; remove the line, or set fp8"
+        )
+    if m.first_last_layers_bf16 and m.fp8_params:
+        raise JzeroError(
+            "model.first_last_layers_bf16: model.fp8_params keeps the weights of all layers in FP8, as one array; "
+            "set one of the two to false"
+        )
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(m, key) != getattr(type(m)(), key) and not m.first_last_layers_bf16:
+            raise JzeroError(f"model.{key}: has no meaning while model.first_last_layers_bf16 is false; set it too")
 
 
 def _blocks(config: Config) -> None:

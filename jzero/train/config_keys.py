@@ -308,6 +308,12 @@ class Model:
         "Keep and gather the weights of these projections as FP8, one byte per element; their masters are in the "
         "optimizer. Needs fp8=true.",
     )
+    first_last_layers_bf16: bool = option(
+        False,
+        "With fp8: the first and the last blocks multiply in the type of the activations. Not with fp8_params.",
+    )
+    num_layers_at_start_in_bf16: int = option(1, "first_last_layers_bf16: how many of the first blocks.", at_least=0)
+    num_layers_at_end_in_bf16: int = option(1, "first_last_layers_bf16: how many of the last blocks.", at_least=0)
     fp8_hybrid: bool = option(True, "E4M3, and E5M2 for gradients.")
     fp8_e4m3: bool = option(False, "E4M3 for all, also for gradients; needs fp8_hybrid=false.")
     fp8_margin: int = option(0, "Powers of two kept free above the amax.", at_least=0)

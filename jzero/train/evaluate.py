@@ -53,7 +53,9 @@ def evaluate(
         JzeroError: there is no such model, or no such documents.
     """
     if data is None and is_hf_folder(source):
-        raise JzeroError(f"{source}: expected --data with an indexed file to evaluate on, found none")
+        raise JzeroError(
+            f"{source}: expected an indexed file to evaluate on, found none beside Hugging Face's model; add --data"
+        )
     if split is not None and split not in SPLITS:
         raise JzeroError(f"--split: expected {', '.join(SPLITS)}, found {split}")
     chosen = [] if data is None else [f"model.data.data_prefix={json.dumps(str(data))}"]
@@ -66,7 +68,7 @@ def evaluate(
     if found is None:
         raise JzeroError(
             f"model.data.splits_string: expected documents in the split {split or 'validation'}, found none with "
-            f"{config.model.data.splits_string}"
+            f"{config.model.data.splits_string}; change it, or name a file with --data"
         )
     sums, tokens = [], 0.0
     with memory_errors(config):

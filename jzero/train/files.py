@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jzero.data.folders import missing_folders, remove_empty
 from jzero.errors import JzeroError
+from jzero.folders import missing_folders, remove_empty
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)

@@ -19,7 +19,7 @@ class Guess(NamedTuple):
     """A token for a gap."""
 
     token: str  # its text, or nothing for a token that has none
-    probability: float
+    probability: float  # 0 to 1, among all tokens of the vocabulary
 
 
 def guesses(
@@ -29,17 +29,17 @@ def guesses(
 
     Args:
         program: what the BERT was built by (`jzero.train.step.build_program`).
-        params: its parameters.
+        params: its parameters, as the program stores them.
         tokenizer: that of the training data.
         text: with "[MASK]" for every gap, each of one token.
         top: how many tokens for each.
-        fp8: that of the training state.
+        fp8: `TrainState.fp8`, where scales are delayed.
 
     Returns:
         Per gap, in the order of the text, the `top` likeliest tokens, likeliest first.
 
     Raises:
-        JzeroError: the text has no gap, or is longer than the model's sequences.
+        JzeroError: the text has no gap, or is longer than the model's sequences; the tokenizer is of no BERT.
     """
     special = bert_tokens(tokenizer)
     pieces = tokenizer.encode_batch(text.split(MASK))
@@ -68,7 +68,10 @@ def guesses(
 
 
 def fill(program: Any, params: Any, tokenizer: Tokenizer, text: str, fp8: Any = ()) -> str:
-    """The text with the likeliest token in every gap; arguments and errors as for `guesses`."""
+    """The text with the likeliest token in every gap; arguments and errors as for `guesses`.
+
+    notebooks/05_bert.ipynb does so with a model before and after its training.
+    """
     first, *rest = text.split(MASK)
     found = guesses(program, params, tokenizer, text, 1, fp8)
     return first + "".join(guess[0].token.removeprefix("##") + part for guess, part in zip(found, rest, strict=True))

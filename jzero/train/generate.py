@@ -40,14 +40,14 @@ def generate(
 
     Args:
         program: what the model was built by (`jzero.train.step.build_program`).
-        params: its parameters.
+        params: its parameters, as the program stores them.
         tokenizer: that of the training data.
         prompt: text to continue; the end-of-document token stands in for an empty one.
         tokens: how many tokens to add at most; the end of a document ends the text earlier.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from this many likeliest tokens; 0: from all.
         seed: of the draws. The same seed and parameters give the same text.
-        fp8: the training state's field, for delayed scales.
+        fp8: `TrainState.fp8`, where scales are delayed.
 
     Returns:
         Text.
@@ -72,7 +72,10 @@ def stream(
     seed: int,
     fp8: Any = (),
 ) -> Iterator[np.ndarray]:
-    """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn."""
+    """The tokens of `generate` without the prompt, int32 [n] a few at a time, as they are drawn.
+
+    Arguments and errors as for `generate`.
+    """
     check_options(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     window, length = _window(tokenizer, prompt, program.config.model.encoder_seq_length)
     key = threefry_key(seed)
@@ -89,7 +92,14 @@ def stream(
 
 
 def check_options(**options: float) -> None:
-    """Raises JzeroError where tokens, temperature, top_k or seed is out of range."""
+    """Refuses options of `generate` that are out of range.
+
+    Args:
+        **options: by name; all from 0 to 2³¹ - 1.
+
+    Raises:
+        JzeroError: names the option.
+    """
     for name, value in options.items():
         if not 0 <= value <= _LARGEST:  # false for nan
             limit = "at least 0" if value < 0 else f"a number in 0..{_LARGEST}"

@@ -20,7 +20,7 @@ _MEANING = {
 }  # fmt: skip
 # Keys that decide shapes besides.
 _SHAPES = {"encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"} | {
-    "fp8", "fp8_recipe", "fp8_amax_history_len"
+    "fp8", "fp8_params", "fp8_recipe", "fp8_amax_history_len"
 }  # fmt: skip
 
 
@@ -44,16 +44,18 @@ def check_same(folder: Path, expected: Any, found: Any, record: Record, now: Rec
     hint = ", ".join(f"model.{key} was {_at(saved, key)}, is {_at(now, key)}" for key in shown[:3])
     difference = None
     for name in sorted(expected, reverse=True):  # the parameters first
-        difference = difference or first_difference(expected[name], found[name], name)
+        difference = difference or first_difference(expected[name], found.get(name, {}), name)
     if difference is None and keys:
         difference = (f"model.{keys[0]}", str(_at(now, keys[0])), str(_at(saved, keys[0])))
         hint = "the same shapes mean another model"
     if difference:
         path, want, have = difference
         why = f" ({hint})" if hint else ""
+        only_fp8 = not keys and any(name.startswith("fp8") for name in changed.values())
+        start = f", from these weights by model.restore_from_path={folder.parent.parent}" if only_fp8 else ""
         raise JzeroError(
             f"checkpoint {folder} is of another model: {path}: expected {want}, found {have}{why}; "
-            "restore the old settings or train under another exp_manager.name"
+            f"restore the old settings or train under another exp_manager.name{start}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.fp8 import E4M3, Quantised, Slots
-from jzero.fp8.parameters import from_values, is_quantised
+from jzero.fp8.parameters import is_quantised
 from jzero.mesh import BATCH_AXES
 from jzero.models.dropout import Dropout
 from jzero.models.functions import Functions
@@ -92,10 +92,6 @@ class Layout:
         """The inverse of `split`."""
         return {**outer, BLOCKS: blocks}
 
-    def _each(self, f: Any, tree: Any) -> Any:
-        flat = self.plan.flatten(tree, "parameters")
-        return self.plan.unflatten([f(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)])
-
     # --- storing -----------------------------------------------------------------------------------------------------
 
     def abstract_params(self) -> Any:
@@ -111,29 +107,22 @@ class Layout:
 
         return self.plan.unflatten([one(leaf) for leaf in self.plan.leaves])
 
-    def store(self, params: Any) -> Any:
-        """Whole parameters (traced, outside any manual region; layers [L, ...]) as the policy stores them."""
+    def cut_all(self, params: Any) -> Any:
+        """Whole parameters (traced, outside any manual region; layers [L, ...]) as float32 shards."""
 
-        def one(x: Array, leaf: Any) -> Array:
-            x = x.reshape(leaf.shape)
-            if not self.sharded:
-                return x
+        def one(x: Array, leaf: Leaf) -> Array:
+            x = x.reshape(leaf.shape).astype(jnp.float32)
             if leaf.split is None:
                 return self.cut(x, leaf)
             return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, leaf.shard_spec))
 
-        return self._each(one, params)
+        flat = self.plan.flatten(params, "parameters")
+        return self.plan.unflatten([one(x, leaf) for x, leaf in zip(flat, self.plan.leaves, strict=True)])
 
     def cut(self, x: Array, leaf: Leaf) -> Array:
         """A small parameter that is flattened, whole on every rank for a moment -> its shards."""
         cut = lambda x: collectives.take(x, leaf)
         return jax.shard_map(cut, mesh=self.mesh, in_specs=leaf.param_spec, out_specs=leaf.shard_spec)(x)
-
-    def cast(self, values: Any) -> Any:
-        """What `store` gives, with FP8 parameters in the place of the weights that are kept so (traced, as there)."""
-        recipe = self.tx.core.fp8_recipe
-        one = lambda x, leaf: from_values(x, stacked=leaf.stacked, recipe=recipe) if leaf.quantised else x
-        return self._each(one, values)
 
     def fp8_weights(self, params: Any) -> list[Quantised]:
         """This rank's part of the FP8 parameters as they are stored, in the order of the products, each [V l, ...]."""
@@ -169,13 +158,13 @@ class Layout:
     def start(self, params: Any, slots: Slots | None = None) -> Weights:
         """What a forward pass starts from: whole and varying, but for the layers of a sharded policy."""
         outer, blocks = self.split(params)
-        layers = Layers(self.in_one(self.blocks.local(blocks)), shards=self.sharded)
+        layers = Layers((self.in_one(self.blocks.local(blocks)),), shards=self.sharded)
         return Weights(self.outer.whole(outer) if self.sharded else self.outer.local(outer), layers, slots)
 
     def start_everywhere(self, params: Any, slots: Slots | None = None) -> Weights:
         """The same for a computation that every rank repeats: nothing varies."""
         outer, blocks = self.split(params)
-        layers = Layers(self.in_one(blocks), shards=self.sharded)
+        layers = Layers((self.in_one(blocks),), shards=self.sharded)
         return Weights(self.outer.whole(outer, "invarying") if self.sharded else outer, layers, slots)
 
     def in_one(self, blocks: Any) -> Any:
@@ -289,24 +278,64 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
     m = config.model
     pipeline = make_pipeline(mesh, m.virtual_pipeline_model_parallel_size, m.num_layers)
     stacked = lambda path: pipeline.stacked_dimensions * path.startswith(f"['{BLOCKS}']")
+    plan = _plan(config, mesh, model, pipeline, axis=axis, stacked=stacked)
+    wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
+    parallel = DataParallel((), replica, (*BATCH_AXES, *pipeline.axes), *wire, model.tensor)
+    is_block = [leaf.path.startswith(f"['{BLOCKS}']") for leaf in plan.leaves]
+    pick = lambda chosen: dataclasses.replace(
+        parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)
+    )
+    dropout = m.hidden_dropout > 0 or m.attention_dropout > 0
+    return Layout(
+        policy=config.policy,
+        mesh=mesh,
+        plan=plan,
+        tx=_optimizer(config, mesh, model, plan, learning_rate, axis=axis, replica_axis=replica, stacked=stacked),
+        outer=pick(False),
+        blocks=pick(True),
+        pipeline=pipeline,
+        accumulate_locally=m.grad_accumulation == "local",
+        granularity=m.activations_checkpoint_granularity,
+        dtype=config.param_dtype,
+        dropout_seed=m.seed if dropout else None,
+        scaling=Scaling(
+            recipe=model.fp8,
+            products=model.products,
+            layers=m.num_layers,
+            pipeline=pipeline,
+            mesh=mesh,
+            positions=m.global_batch_size * m.encoder_seq_length,
+            pieces=model.pieces,
+        ),
+        compiler_options=compiler_options(mesh, **bucket_bytes(pick(True), m.optim.bucket_cap_mb)),
+    )
+
+
+def _plan(
+    config: Config, mesh: Mesh, model: Functions, pipeline: Pipeline, *, axis: str | None, stacked: Callable[[str], int]
+) -> Plan:
+    """How each parameter of the model is cut into shards, and which are FP8 ones."""
     spec = lambda axes: pipeline.spec(axes, model.tensor.spec(axes))
     specs = jax.tree.map(spec, model.axes, is_leaf=lambda x: isinstance(x, tuple))
-    outer = {k: v for k, v in model.abstract.items() if k != BLOCKS}
     as_stored = lambda x: jax.ShapeDtypeStruct(pipeline.stacked(x.shape), x.dtype)
-    abstract = {**outer, BLOCKS: jax.tree.map(as_stored, model.abstract[BLOCKS])}
+    abstract = {**model.abstract, BLOCKS: jax.tree.map(as_stored, model.abstract[BLOCKS])}
     plan = make_plan(abstract, mesh, axis=axis, stacked=stacked, param_specs=specs, share=True)
-    plan = stored_plan(plan, config.param_dtype, model.products if m.fp8_params else ())
-    shards = lambda leaf: config.policy != "replicated" or leaf.shares_split_dimension  # the optimizer would flatten it
+    return stored_plan(plan, config.param_dtype, model.products if config.model.fp8_params else ())
+
+
+def _optimizer(
+    config: Config, mesh: Mesh, model: Functions, plan: Plan, learning_rate: Any, **options: Any
+) -> ZeroTransformation:
+    """The optimizer of what is stored; `options` go to it as they are."""
     optim, sharded = config.model.optim, config.policy != "replicated"
-    tx = distributed_fused_adam(
+    shards = lambda leaf: sharded or leaf.shares_split_dimension  # the optimizer would flatten it
+    return distributed_fused_adam(
         learning_rate,
         *optim.betas,
         optim.eps,
         optim.weight_decay,
         model.decay,
         mesh=mesh,
-        axis=axis,
-        replica_axis=replica,
         master=optim.master,
         state_dtype=config.state_dtype,
         stochastic_rounding=optim.stochastic_rounding,
@@ -314,32 +343,8 @@ def make_layout(config: Config, mesh: Mesh, model: Functions, learning_rate: Any
         clip_norm=config.trainer.gradient_clip_val or None,
         skip_nonfinite=config.trainer.skip_nonfinite,
         param_specs=plan.unflatten([leaf.shard_spec if shards(leaf) else leaf.param_spec for leaf in plan.leaves]),
-        stacked=stacked,
-        fp8_recipe=model.fp8 if m.fp8_params else None,  # type: ignore[arg-type]  `validate` refuses MX blocks
-    )
-    wire = (config.grad_sync_dtype or jnp.float32, config.param_sync_dtype)
-    parallel = DataParallel((), replica, (*BATCH_AXES, *pipeline.axes), *wire, model.tensor)
-    is_block = [leaf.path.startswith(f"['{BLOCKS}']") for leaf in plan.leaves]
-    pick = lambda chosen: dataclasses.replace(
-        parallel, leaves=tuple(leaf for leaf, b in zip(plan.leaves, is_block, strict=True) if b == chosen)
-    )
-    dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
-    return Layout(
-        policy=config.policy,
-        mesh=mesh,
-        plan=plan,
-        tx=tx,
-        outer=pick(0),
-        blocks=pick(1),
-        pipeline=pipeline,
-        accumulate_locally=config.model.grad_accumulation == "local",
-        granularity=config.model.activations_checkpoint_granularity,
-        dtype=config.param_dtype,
-        dropout_seed=config.model.seed if dropout else None,
-        scaling=Scaling(
-            model.fp8, model.products, m.num_layers, pipeline, mesh, m.global_batch_size * m.encoder_seq_length
-        ),
-        compiler_options=compiler_options(mesh, **bucket_bytes(pick(1), optim.bucket_cap_mb)),
+        fp8_recipe=model.fp8 if config.model.fp8_params else None,  # type: ignore[arg-type]  `validate` refuses MX blocks
+        **options,
     )
 
 

@@ -9,6 +9,7 @@ Letters: M micro-batches, B samples of a micro-batch on this rank, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jzero.fp8 import Slots
+from jzero.models.dropout import Dropout
 from jzero.models.functions import Functions
 from jzero.optim import collectives
 from jzero.parallel import stack
@@ -82,6 +84,15 @@ def accumulate_gradients(
     return loss, layout.join(*layout.complete(sums)), seen
 
 
+def layers_of(model: Functions, batch: Mapping[str, Array], dropout: Dropout | None = None) -> stack.Pieces:
+    """All layers of a model, on this batch and with these dropout masks."""
+
+    def block(*, wide: bool) -> stack.Block:
+        return lambda w, x, i, slots: model.block(w, x, batch, dropout, i, slots, wide=wide)
+
+    return [(block(wide=wide), start, stop) for wide, start, stop in model.pieces]
+
+
 def _micro_batch(
     model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array], finish: Finish
 ) -> tuple[Array, tuple[Any, Any], Slots | None, Layers]:
@@ -92,14 +103,13 @@ def _micro_batch(
         pass leaves them.
     """
     dropout = layout.dropout(batch["sample"])
-    block = stack.checkpointed(
-        lambda w, x, i, slots: model.block(w, x, batch, dropout, i, slots), layout.granularity, model.selective_policy
-    )
+    checkpointed = lambda block: stack.checkpointed(block, layout.granularity, model.selective_policy)
+    pieces = [(checkpointed(block), start, stop) for block, start, stop in layers_of(model, batch, dropout)]
     # the lookup's gradient adds up in float32: frequent tokens get many small contributions
-    wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
-    x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), wide)
+    outer = jax.tree.map(lambda w: w.astype(jnp.float32), weights.outer)
+    x, embed_vjp = jax.vjp(lambda outer: model.embed(outer, batch, dropout).astype(layout.dtype), outer)
     x = layout.in_order(weights.outer, x)
-    x, saved = stack.forward(block, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
+    x, saved = stack.forward(pieces, weights.blocks, x, layout.blocks, keep=layout.keeps_gathered, slots=weights.slots)
 
     loss, head_vjp = jax.vjp(lambda outer, x: model.loss(outer, x, batch), weights.outer, x)
     d_outer, dy = head_vjp(collectives.vary(jnp.float32(1), layout.blocks.varying))

@@ -7,7 +7,6 @@ need no line: the nearest known one is offered for them.
 _XLA_SCHEDULES = "no such knob: XLA schedules and fuses the compiled step; remove the line"
 _BUFFERS = "no such knob: XLA plans the buffers and the step donates its inputs; remove the line"
 _CUDA = "no such knob: it tunes PyTorch's or NCCL's use of CUDA; remove the line"
-_FP8_LAYERS = "all layers are in FP8, or none: they are one scan; remove the line"
 _FP16 = "fp16 with loss scaling is not available in this version; remove the line and use trainer.precision=bf16"
 _STATE = (
     "use model.optim.master (auto, none, fp32, remainder or scaled_fp16) for the master parameters, "
@@ -53,9 +52,6 @@ HINTS = {
     "model.rampup_batch_size": "a growing batch is not available in this version; model.global_batch_size is constant",
     "model.fp8_wgrad": "all three products of a layer are in FP8; remove the line",
     "model.reduce_amax": "amaxes are always reduced over all ranks, once a step; remove the line",
-    "model.first_last_layers_bf16": _FP8_LAYERS,
-    "model.num_layers_at_start_in_bf16": _FP8_LAYERS,
-    "model.num_layers_at_end_in_bf16": _FP8_LAYERS,
     "model.fp8_recipe=tensorwise": "use current",
     **dict.fromkeys(
         (

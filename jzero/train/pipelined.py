@@ -21,7 +21,8 @@ from jax import Array
 from jzero.fp8 import Slots
 from jzero.models.functions import Functions
 from jzero.optim import collectives
-from jzero.parallel import pipeline, stack
+from jzero.parallel import stack, stages
+from jzero.parallel.kinds import Kinds
 from jzero.parallel.stack import Layers
 from jzero.train.layout import Layout, Weights
 
@@ -48,7 +49,7 @@ def accumulate_gradients(
         weights = weights._replace(blocks=gathered(layout, weights))
     outer, layers = layout.zero_sums(full=local)
     seen = layout.scaling.nothing_seen(weights.slots)
-    sums = pipeline.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
+    sums = stages.Sums(collectives.vary(jnp.float32(0), layout.outer.varying), outer, layers, seen)
 
     def add(total: Any, grads: Any) -> Any:
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
@@ -60,7 +61,7 @@ def accumulate_gradients(
         return stack.add(total, n, grads if local else per_layer.scatter(grads))
 
     stage = make_stage(model, layout, weights, model.loss)
-    sums = pipeline.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
+    sums = stages.train(stage, layout.pipeline.timetable(count), batches, sums, (add_outer, add_layer))
     outer, layers, seen = sums.outer, sums.layers, sums.seen
     if local:
         layers = jax.lax.scan(lambda _, grads: (None, per_layer.scatter(grads)), None, layers)[1]
@@ -73,13 +74,13 @@ def accumulate_gradients(
 def gathered(layout: Layout, weights: Weights) -> Layers:
     """This stage's layers, gathered one by one."""
     whole = layout.blocks.layer().whole
-    shards = layout.in_order(weights.outer, weights.blocks.stacked)
-    return Layers(jax.lax.scan(lambda _, layer: (None, whole(layer)), None, shards)[1])
+    (shards,) = layout.in_order(weights.outer, weights.blocks.parts)
+    return Layers((jax.lax.scan(lambda _, layer: (None, whole(layer)), None, shards)[1],))
 
 
 def make_stage(
     model: Functions, layout: Layout, weights: Weights, finish: Any, *, train: bool = True, to: Any = "varying"
-) -> pipeline.Stage:
+) -> stages.Stage:
     """This rank's stage of the model.
 
     Args:
@@ -91,11 +92,19 @@ def make_stage(
         to: "invarying" where every data rank computes the same.
     """
     dropout = lambda batch: layout.dropout(batch["sample"]) if train else None
-    block: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots)
+
+    def block(*, wide: bool) -> Any:
+        run: Any = lambda w, x, batch, number, slots: model.block(w, x, batch, dropout(batch), number, slots, wide=wide)
+        return stack.checkpointed(run, layout.granularity, model.selective_policy) if train else run
+
+    narrow = next((piece for piece in model.pieces if not piece.wide), None)
+    kinds = Kinds(block(wide=narrow is None))
+    if narrow and len(model.pieces) > 1:
+        kinds = Kinds(kinds.block, block(wide=True), narrow.start, narrow.stop)
 
     def embed(outer: Any, batch: Any) -> Array:
-        wide = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
-        return model.embed(wide, batch, dropout(batch)).astype(layout.dtype)
+        outer = jax.tree.map(lambda w: w.astype(jnp.float32), outer) if train else outer
+        return model.embed(outer, batch, dropout(batch)).astype(layout.dtype)
 
     gathers = weights.blocks.shards
 
@@ -103,12 +112,10 @@ def make_stage(
         own = weights.blocks.at(n) if after is None else layout.in_order(after, weights.blocks.at(n))
         return layout.blocks.layer().whole(own, to) if gathers else own
 
-    if train:
-        block = stack.checkpointed(block, layout.granularity, model.selective_policy)
-    parts = pipeline.Model(embed, block, finish)
+    parts = stages.Model(embed, kinds, finish)
     outer = layout.pipeline.vary(weights.outer)
     count = weights.blocks.count
-    return pipeline.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
+    return stages.Stage(layout.pipeline, parts, outer, layer, count, layout.in_order, gathers, weights.slots)
 
 
 def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, size: int) -> dict[str, Array]:
@@ -119,11 +126,11 @@ def evaluate(model: Functions, layout: Layout, weights: Weights, batch: Any, siz
     rows = batch["tokens"].shape[0]
     size = rows if rows % size else size
     stage = make_stage(model, layout, weights, model.measures, train=False)
-    return pipeline.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
+    return stages.apply(stage, jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch))
 
 
 def logits(model: Functions, layout: Layout, weights: Weights, batch: dict[str, Array]) -> Array:
     """Logits of all tokens of a batch, float32 [B, T, V], the same on every rank."""
     finish = lambda outer, x, batch: model.logits(outer, x)
     stage = make_stage(model, layout, weights, finish, train=False, to="invarying")
-    return pipeline.apply(stage, jax.tree.map(lambda x: x[None], batch))
+    return stages.apply(stage, jax.tree.map(lambda x: x[None], batch))

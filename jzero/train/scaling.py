@@ -29,6 +29,7 @@ from jzero.errors import JzeroError
 from jzero.fp8 import BlockScaling, DelayedScaling, DelayedState, Quantised, Slots, numerics, recipes
 from jzero.fp8.recipes import Recipe
 from jzero.mesh import BATCH_AXES, data_ranks
+from jzero.models.config import Piece
 from jzero.optim import collectives, regions
 from jzero.parallel.pipeline import Pipeline
 from jzero.parallel.tensor import AXIS
@@ -48,6 +49,7 @@ class Scaling:
         pipeline: how the layers are spread over stages.
         mesh: the device mesh.
         positions: of a whole batch, for the first scale of gradients.
+        pieces: which layers have no FP8 products: what is seen of them is 0, and their scales stay.
     """
 
     recipe: Recipe | None
@@ -56,6 +58,7 @@ class Scaling:
     pipeline: Pipeline
     mesh: Mesh
     positions: int
+    pieces: tuple[Piece, ...]
 
     @property
     def delayed(self) -> DelayedScaling | None:
@@ -78,17 +81,16 @@ class Scaling:
         """The state before the first step: scales of weights from their values, of gradients a safe guess, of inputs 1.
 
         Args:
-            blocks: the whole weights of all layers, each [L, ...], or [V, L / V, ...] for V chunks per stage.
+            blocks: the float32 shards of all layers' weights, each [L, ...], or [V, L / V, ...] for V chunks per stage.
         """
         if self.delayed is None:
             return ()
         amax = jnp.zeros(self.shape, jnp.float32).at[..., 2].set(_FIRST_GRADIENT / self.positions)
         for i, path in enumerate(self.products):
             weight = functools.reduce(lambda tree, key: tree[key], (*path, "weight"), blocks)
-            if not isinstance(weight, Quantised):
-                stacked = 1 if self.pipeline.chunks == 1 else 2
-                each = jnp.max(jnp.abs(weight).astype(jnp.float32), axis=range(stacked, weight.ndim))
-                amax = amax.at[:, i, 1].set(each.reshape(-1))
+            stacked = 1 if self.pipeline.chunks == 1 else 2
+            each = jnp.max(jnp.abs(weight), axis=range(stacked, weight.ndim))
+            amax = amax.at[:, i, 1].set(each.reshape(-1))
         return recipes.init(self.delayed, self.shape, amax)
 
     def abstract(self) -> DelayedState | tuple[()]:
@@ -164,10 +166,12 @@ class Scaling:
         }
 
     def named(self, observed: Mapping[str, Any]) -> dict[str, float]:
-        """What `observed` gives as scalars for the metrics: "fp8/amax/layer 0/qkv/input"."""
-        out = {}
+        """What `observed` gives of layers in FP8, as scalars for the metrics: "fp8/amax/layer 0/qkv/input"."""
+        out, wide = {}, {i for piece in self.pieces if piece.wide for i in range(piece.start, piece.stop)}
         for kind, values in observed.items():
             for (layer, product, operand), value in np.ndenumerate(np.asarray(values)):
+                if layer in wide:
+                    continue
                 out[f"fp8/{kind}/layer {layer}/{self.products[product][-1]}/{_OPERANDS[operand]}"] = float(value)
         return out
 

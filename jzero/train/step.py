@@ -35,7 +35,7 @@ from jzero.parallel.tensor import tensor_parallel
 from jzero.train import pipelined
 from jzero.train.config import Config, model_config
 from jzero.train.layout import BLOCKS, Layout, make_layout, threefry_key
-from jzero.train.micro_batches import accumulate_gradients
+from jzero.train.micro_batches import accumulate_gradients, layers_of
 from jzero.train.schedule import schedule
 
 Batch = dict[str, Array]
@@ -92,23 +92,18 @@ class Program:
         """`key -> state`, jitted: what `init` does, of any key."""
 
         def build(key: Array) -> TrainState:
-            whole = self.model.init(key, self.layout.pipeline.chunks)
-            values, fp8 = self.layout.store(whole), self.layout.scaling.init(whole[BLOCKS])
-            params = self.layout.cast(values)
-            return TrainState(jnp.int32(0), self.layout.tx.init_with(params, values), params, fp8)
+            return self._first(self.layout.cut_all(self.model.init(key, self.layout.pipeline.chunks)))
 
         return jax.jit(build, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
-    def start(self, values: Any) -> TrainState:
-        """A new state from float32 shards of the parameters, of which masters keep every bit."""
-        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.device_put(TrainState(jnp.int32(0), opt, params, self.first_scales(values)), shardings)
+    @functools.cached_property
+    def start(self) -> Callable[[Any], TrainState]:
+        """`values -> state`, jitted: from float32 shards of the parameters, of which masters keep every bit."""
+        return jax.jit(self._first, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract))
 
-    def first_scales(self, values: Any) -> Any:
-        """`TrainState.fp8` before the first step, from float32 shards of the parameters."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.fp8)
-        return jax.jit(self.layout.scaling.init, out_shardings=shardings)(values[BLOCKS])
+    def _first(self, values: Any) -> TrainState:
+        params, opt = from_shards(self.layout.tx, values, self.abstract.params)
+        return TrainState(jnp.int32(0), opt, params, self.layout.scaling.init(values[BLOCKS]))
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -259,9 +254,8 @@ class Program:
             sums = pipelined.evaluate(self.model, self.layout, weights, batch, self.config.model.micro_batch_size)
         else:
             x = self.model.embed(weights.outer, batch, None)
-            block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
             x = self.layout.in_order(weights.outer, x)
-            x = stack.apply(block, weights.blocks, x, self.layout.blocks, slots=weights.slots)
+            x = stack.apply(layers_of(self.model, batch), weights.blocks, x, self.layout.blocks, slots=weights.slots)
             sums = self.model.measures(weights.outer, x, batch)
         counts = jax.tree.map(lambda x: collectives.vary(x, BATCH_AXES), self.model.counts(batch))
         sums, counts = collectives.total((sums, counts), BATCH_AXES)
@@ -274,9 +268,8 @@ class Program:
         if self.layout.pipeline.size > 1:
             return pipelined.logits(self.model, self.layout, weights, batch)
         x = self.model.embed(weights.outer, batch, None)
-        block = lambda w, x, i, slots: self.model.block(w, x, batch, None, i, slots)
         x = self.layout.in_order(weights.outer, x)
-        x = stack.apply(block, weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
+        x = stack.apply(layers_of(self.model, batch), weights.blocks, x, self.layout.blocks, "invarying", weights.slots)
         return self.model.logits(weights.outer, x)
 
     # --- what the user sees before the first step --------------------------------------------------------------------

@@ -50,7 +50,10 @@ ONE_DEVICE = (
 )
 """A run as one device computes it."""
 _LONGEST = 2048  # tokens of a training sequence that `convert` writes, where the model has more positions
-_NOT_OF_A_FILE = {"fp8", "attention_implementation", "do_layer_norm_weight_decay", "use_scaled_init_method"}
+_NOT_OF_A_FILE = {
+    "fp8", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "attention_implementation", "do_layer_norm_weight_decay", "use_scaled_init_method",
+}  # fmt: skip
 _IMPORTED = ("model.optim.lr", "model.data.data_prefix")  # what to set besides
 
 
@@ -93,9 +96,12 @@ def open_model(
             found = {"fp8": (), **load_part(run, wanted, checkpoint, note, program.layout.plan)}
         elif config.model.restore_from_path is not None:
             values = initial_values(config, program, vocab_size, lambda line: None)
-            found = {"params": _kept(program, values), "fp8": program.first_scales(values)}
+            state = jax.jit(lambda values: program.start(values)._replace(opt=()))(values)
+            found = {"params": state.params, "fp8": state.fp8}
         else:
-            raise JzeroError(f"{source}: expected a run in {run}, or model.restore_from_path, found neither")
+            raise JzeroError(
+                f"{source}: expected a run in {run}, or model.restore_from_path, found neither; train it first"
+            )
     return Opened(config, program, found["params"], found["fp8"], tokenizer)
 
 
@@ -142,7 +148,7 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     if not (path / "config.yaml").is_file():
         raise JzeroError(
             f"model.restore_from_path: expected a folder with config.json (Hugging Face) or the folder of a run, found "
-            f"{path}"
+            f"{path}; correct it, or set null to begin without weights"
         )
     saved = load_config(path / "config.yaml")
     kinds = stored_plan(layout.plan, saved.param_dtype, program.model.products if saved.model.fp8_params else ())
@@ -154,13 +160,6 @@ def initial_values(config: Config, program: Program, vocab_size: int, note: Call
     shards = [leaf.shard_spec for leaf in layout.plan.leaves]
     mapped = jax.shard_map(own, mesh=layout.mesh, in_specs=(specs,), out_specs=shards)
     return layout.plan.unflatten(jax.jit(mapped)(params))
-
-
-def _kept(program: Program, values: Any) -> Any:
-    """Float32 shards -> parameters as the policy stores them."""
-    layout, specs = program.layout, [leaf.shard_specs for leaf in program.layout.plan.leaves]
-    mapped = jax.shard_map(layout.keep, mesh=program.mesh, in_specs=(specs,), out_specs=program.specs.params)
-    return jax.jit(lambda values: mapped(layout.plan.flatten(layout.cast(values), "values")))(values)
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -185,7 +184,9 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
         _import(source, output)
         return
     if output.suffix in (".yaml", ".yml"):
-        raise JzeroError(f"{output}: expected a folder to write {source} into, found the name of a file")
+        raise JzeroError(
+            f"{output}: expected a folder to write {source} into, found the name of a file; leave out {output.suffix}"
+        )
     opened = open_model(source, checkpoint=checkpoint, note=note)
     config, tokenizer = opened.config, opened.tokenizer
     architecture = model_config(config, config.model.vocab_size or tokenizer.vocab_size)
@@ -198,7 +199,9 @@ def convert(source: Path, output: Path, *, checkpoint: str = "best", note: Calla
 
 def _import(source: Path, output: Path) -> None:
     if output.suffix not in (".yaml", ".yml"):
-        raise JzeroError(f"{output}: expected the name of a configuration that ends in .yaml")
+        raise JzeroError(
+            f"{output}: expected the name of a configuration, found no .yaml at its end; write {output}.yaml"
+        )
     if output.exists():
         raise JzeroError(f"{output}: expected no such file, found one; give another name, or remove it")
     hf.check(source, hf.read_config(source))

@@ -230,6 +230,8 @@ def test_mistakes_are_named(tmp_path, indexed):
         BertDataset(plain, **options, documents=(1, 1))
     with pytest.raises(JzeroError, match=r"a sequence length of at least 5 .*, found 4 and 1"):
         BertDataset(plain, **{**options, "seq_length": 4})
+    with pytest.raises(JzeroError, match=r"a sequence length of at least 4 .*, found 3 and 1"):
+        BertDataset(plain, **{**options, "seq_length": 3}, binary_head=False)
     with pytest.raises(JzeroError, match=r"whole_word_masking: expected a WordPiece or byte-level BPE vocabulary"):
         BertDataset(plain, **options, whole_word_masking=True)
     with pytest.raises(JzeroError, match=r"plain\.bin: expected tokens in 0\.\.10 .*, found 11 at position"):

@@ -69,7 +69,7 @@ def test_weights_are_positive(weight):
 
 
 def test_one_weight_each():
-    with pytest.raises(ValueError, match="2 datasets but 1 weights"):
+    with pytest.raises(ValueError, match="weights: expected 2, one per dataset, found 1"):
         Blend([Names("a"), Names("b")], [1])
 
 

@@ -93,12 +93,12 @@ def test_a_token_that_does_not_fit(tmp_path, dtype, token, limits):
 def test_misuse(tmp_path):
     with pytest.raises(JzeroError, match=r"token dtype: expected one of uint8, .*, found uint32"):
         IndexedWriter(tmp_path / "text", "uint32")
-    with pytest.raises(ValueError, match="inside its `with` block"):
+    with pytest.raises(ValueError, match="inside of its `with` block"):
         IndexedWriter(tmp_path / "text", "uint8").add([1])
     with pytest.raises(TypeError, match="found float64"):
         write(tmp_path / "text", "uint8", [[0.5]])
     for lengths, modes in [([1], None), ([1, 1], [0]), ([3, -1], None)]:
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="lengths, modes: expected"):
             write(tmp_path / "text", "uint8", [[1, 2]], lengths, modes)
     assert names(tmp_path) == []
 

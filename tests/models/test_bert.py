@@ -176,5 +176,5 @@ def test_mistakes_are_named():
         GPTConfig(vocab_size=4, transformer_block_type="post_ln")
     with pytest.raises(JzeroError, match=r"a known kind of model, found TransformerConfig"):
         functions(TransformerConfig(vocab_size=4))
-    with pytest.raises(TypeError, match="either rngs or params"):
+    with pytest.raises(TypeError, match="either rngs or params, found neither; write"):
         BERT(make())

@@ -316,5 +316,5 @@ def test_sequence_longer_than_the_position_table_is_refused():
 
 
 def test_a_model_needs_values_from_one_source():
-    with pytest.raises(TypeError, match="either rngs or params"):
+    with pytest.raises(TypeError, match="either rngs or params, found neither; write"):
         GPT(make())

@@ -230,7 +230,7 @@ def test_variants_that_do_not_exist_here_are_refused(change, text):
 
 
 def test_a_model_that_hugging_face_does_not_have():
-    with pytest.raises(JzeroError, match=r"gpt2 is the nearest, but model\.normalization=rmsnorm"):
+    with pytest.raises(JzeroError, match=r"gpt2 is the nearest, found model\.normalization=rmsnorm"):
         hf.to_hf(GPTConfig(vocab_size=16, hidden_size=24, num_attention_heads=4, normalization="rmsnorm"))
 
 

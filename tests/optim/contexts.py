@@ -94,6 +94,18 @@ def both(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
     return by_update, by_step, after
 
 
+def compiled(pr: Problem, step: Callable[..., Any], *args: Any) -> Step:
+    """A step of parameters, state and `args`, as a function of the first two."""
+    jitted = jax.jit(step)
+
+    def run(params, state):
+        with jax.set_mesh(pr.mesh):
+            return jitted(params, state, *args)
+
+    run.jitted, run.args = jitted, args
+    return run
+
+
 def jit_step(pr: Problem, tx: Any) -> Step:
     """Plain jit: XLA sums the gradient."""
     scales = pr.place(pr.scales)
@@ -102,14 +114,7 @@ def jit_step(pr: Problem, tx: Any) -> Step:
     def step(params, state, scales, rows):
         return both(tx, jax.grad(loss)(params, scales, rows), state, params)
 
-    compiled = jax.jit(step)
-
-    def run(params, state):
-        with jax.set_mesh(pr.mesh):
-            return compiled(params, state, scales, rows)
-
-    run.jitted, run.args = compiled, (scales, rows)
-    return run
+    return compiled(pr, step, scales, rows)
 
 
 def unreduced_step(pr: Problem, tx: Any, axes: tuple[str, ...]) -> Step:
@@ -128,15 +133,7 @@ def unreduced_step(pr: Problem, tx: Any, axes: tuple[str, ...]) -> Step:
         assert all(set(axes) == jax.typeof(g).sharding.spec.unreduced for g in grads.values())
         return both(tx, grads, state, params)
 
-    compiled = jax.jit(step)
-    args = pr.place(pr.scales), jax.device_put(BATCH, NamedSharding(pr.mesh, P(axes)))
-
-    def run(params, state):
-        with jax.set_mesh(pr.mesh):
-            return compiled(params, state, *args)
-
-    run.jitted, run.args = compiled, args
-    return run
+    return compiled(pr, step, pr.place(pr.scales), jax.device_put(BATCH, NamedSharding(pr.mesh, P(axes))))
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -174,16 +171,7 @@ def manual_step(
         step, mesh=pr.mesh, axis_names=axes, in_specs=(specs, state_specs, specs, P(ours)),
         out_specs=(specs, specs, state_specs), check_vma=check_vma,
     )  # fmt: skip
-    scales = pr.place(pr.scales)
-    rows = jax.device_put(BATCH, NamedSharding(pr.mesh, P(ours)))
-    compiled = jax.jit(mapped)
-
-    def run(params, state):
-        with jax.set_mesh(pr.mesh):
-            return compiled(params, state, scales, rows)
-
-    run.jitted, run.args = compiled, (scales, rows)
-    return run
+    return compiled(pr, mapped, pr.place(pr.scales), jax.device_put(BATCH, NamedSharding(pr.mesh, P(ours))))
 
 
 def _group(names: Any) -> tuple[str, ...]:

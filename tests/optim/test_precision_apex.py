@@ -21,7 +21,6 @@ LAYERS, SIZE, ROWS, STEPS, MICRO = 11, 7, 3, 3, 3
 NAMES = [f"w{i:02}" for i in range(LAYERS)]
 OPTIONS = {"b1": 0.1, "b2": 0.2, "eps": 0.25}
 GRIDS = {"data 8": {"data": 8}, "data 4, replica 2": {"data": 4, "replica": 2}, "data 1": {"data": 1}}
-REPLICA = {"replica": 2}
 
 CASES = {  # dtype of parameters, of gradients, options of zero, rtol, atol
     "reference": ("float32", "float32", {}, 1.3e-6, 1e-5),

@@ -1,6 +1,6 @@
 """Bytes per kind of collective in a compiled module, each counted as often as the loops around it run it.
 
-A loop whose condition compares nothing is one that a flag lets run once or never (`jzero.parallel.pipeline.when`): it
+A loop whose condition compares nothing is one that a flag lets run once or never (`jzero.parallel.stages.when`): it
 counts as once.
 """
 

@@ -2,7 +2,7 @@
 
 Reads the StableHLO that JAX hands to XLA, before any pass of a backend: loops are `while` operations whose condition
 compares a counter with a constant, and their bodies may call functions. A loop whose condition compares nothing is one
-that a flag lets run once or never (`jzero.parallel.pipeline.when`): it counts as once.
+that a flag lets run once or never (`jzero.parallel.stages.when`): it counts as once.
 """
 
 from __future__ import annotations

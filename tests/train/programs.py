@@ -130,10 +130,10 @@ def train(prog: Program, steps: int, state=None):
 
 def whole(prog: Program, params):
     """The stored parameters as whole NumPy arrays."""
-    return from_shards(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
+    return joined(prog, params) if prog.layout.sharded else jax.tree.map(np.asarray, params)
 
 
-def from_shards(prog: Program, shards):
+def joined(prog: Program, shards):
     """A tree of the parameters' shards (parameters of a policy that keeps shards, moments) as whole NumPy arrays."""
     plan = prog.layout.plan
 
@@ -153,7 +153,7 @@ def ten_steps(conf: Config, vocabulary: int = VOCABULARY):
     prog = program(conf, vocabulary)
     state, first = train(prog, 1)
     beta = conf.model.optim.betas[0]
-    gradient = jax.tree.map(lambda m: m / (1 - beta), from_shards(prog, first_moment(state.opt)))
+    gradient = jax.tree.map(lambda m: m / (1 - beta), joined(prog, first_moment(state.opt)))
     state, rest = train(prog, 9, state)
     return np.concatenate([first, rest]), gradient, whole(prog, state.params)
 

@@ -228,7 +228,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("model.optim.nccl_ub", "CUDA"),
         ("model.optim.pipeline_size", "XLA schedules"),
         ("model.rampup_batch_size", "not available in this version; model.global_batch_size is constant"),
-        ("model.first_last_layers_bf16", "all layers are in FP8, or none"),
+        ("model.fp8_wgrad", "all three products of a layer are in FP8"),
         ("model.data.seq_length", "use model.encoder_seq_length"),
         ("model.nsys_profile.enabled", "profiler"),
         ("exp_manager.checkpoint_callback_params.monitor", "use exp_manager.checkpoint"),

@@ -88,6 +88,7 @@ def test_model_config_takes_every_key_of_the_model():
         "model={activation: swiglu, position_embedding_type: rope, rotary_base: 500, rotary_percentage: 0.5}",
         "model={bias: false, share_embeddings_and_output_weights: false, attention_implementation: xla}",
         "model={do_layer_norm_weight_decay: true, fp8: true}",
+        "model={first_last_layers_bf16: true, num_layers_at_start_in_bf16: 0, num_layers_at_end_in_bf16: 2}",
         "model.make_vocab_size_divisible_by=100",
     ]
     found = model_config(load_config(None, overrides), 257)
@@ -115,6 +116,9 @@ def test_model_config_takes_every_key_of_the_model():
         rotary_percentage=0.5,
         attention_implementation="xla",
         do_layer_norm_weight_decay=True,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=0,
+        num_layers_at_end_in_bf16=2,
         param_dtype=jnp.dtype("float32"),
         share_embeddings_and_output_weights=False,
     )

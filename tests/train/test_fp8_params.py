@@ -9,11 +9,9 @@ import pytest
 from oracles.stablehlo import collectives
 from programs import batch, program, train
 from test_fp8 import PIPELINE, SEQUENCE, STEPS, TENSOR, VOCABULARY, fp8
-from test_full_size import program as full_size
 
 from jzero.fp8 import E4M3, Quantised, dequantise
 from jzero.fp8.parameters import is_quantised
-from jzero.plan import hlo, targets
 from jzero.train.checkpoint import Checkpoints
 from jzero.train.config_check import validate
 from jzero.train.placement import placements
@@ -207,27 +205,3 @@ def test_observed_weights_are_the_parameters():
         value = np.abs(np.asarray(w.value, np.float32)).reshape(2, -1).max(1)
         np.testing.assert_array_equal(seen["scale"][:, i, 1], w.scale)
         np.testing.assert_allclose(seen["amax"][:, i, 1], value / np.asarray(w.scale), rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-@pytest.mark.skipif(not targets.available(), reason="needs the GPU compiler: pip install -e '.[plan]'")
-def test_a_step_compiled_for_gpus():
-    """All products of the layers in FP8, weights gathered as bytes, one all-reduce of all amaxes."""
-    layers, options = 2, ["model.fp8=true", "model.fp8_params=true", "model.optim.policy=replicated"]
-    small = [f"model.num_layers={layers}", "model.global_batch_size=64", "model.optim.overlap_param_sync=false"]
-    prog = full_size("gpt2_124m", *options, *small)
-    module = hlo.parse(prog.step.lower(prog.abstract, prog.abstract_batch()).compile().as_text())
-    arrays = {"all-gather": [], "all-reduce": []}
-    products = 0
-    for instruction, _, times in hlo.walk(module, module.entry):
-        kind = instruction.opcode.removesuffix("-start")
-        arrays.get(kind, []).extend(instruction.arrays)
-        products += times * (instruction.attribute("custom_call_target") == "__cublas$lt$matmul$f8")
-    assert products == layers * 4 * 3
-    shapes = [w.value for w in weights(prog.abstract.params)]
-    gathered = [a for a in arrays["all-gather"] if a.dtype in ("u8", "f8e4m3fn")]
-    assert sorted(a.size for a in gathered if a.size in {x.size for x in shapes}) == sorted(x.size for x in shapes)
-    assert not [a for a in arrays["all-gather"] if a.dtype == "bf16" and a.size in {x.size for x in shapes}]
-    assert sorted(a.size for a in arrays["all-reduce"]) == [3, layers * 4 * (3 + 1)]

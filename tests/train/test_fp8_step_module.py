@@ -26,12 +26,18 @@ SMALL = (
 FULL = ("model.global_batch_size=64",)  # two micro-batches
 
 
-@pytest.mark.parametrize("overrides", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "1.3B"])
-def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
+def compiled(*overrides, target="h100-sxm-80gb"):
+    """The program, and the text of its step compiled for 8 GPUs."""
     config = load_config(CONFIG, ["model.attention_implementation=xla", *overrides])
     config = validate(config, config.num_devices)
-    prog = build_program(config, make_mesh(data=8, devices=targets.devices("h100-sxm-80gb", 8)))
-    text = prog.step.lower(prog.abstract, prog.abstract_batch()).compile().as_text()
+    prog = build_program(config, make_mesh(**config.mesh_shape, devices=targets.devices(target, 8)))
+    return prog, prog.step.lower(prog.abstract, prog.abstract_batch()).compile().as_text()
+
+
+@pytest.mark.parametrize("overrides", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "1.3B"])
+def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
+    prog, text = compiled(*overrides)
+    config = prog.config
     m, count, calls = config.model, config.num_micro_batches, hlo.library_calls(text)
 
     eight = {result: n for (name, result), n in calls.items() if name == FP8}
@@ -60,6 +66,30 @@ def test_layers_multiply_in_eight_bits_and_amaxes_are_reduced_once(overrides):
     sizes = {math.prod(map(int, shape.split(","))) for shape in rounded}
     weights = {x.size // m.num_layers for x in (prog.model.abstract["blocks"][a][b]["weight"] for a, b in PRODUCTS)}
     assert weights <= sizes, "the compiler removed a cast of a weight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_block_scaling_is_one_kernel_per_product_on_a_gpu_that_has_it(tensor):
+    split = ("model.num_attention_heads=4", f"model.tensor_model_parallel_size={tensor}")
+    prog, text = compiled(*SMALL, *split, "model.fp8_recipe=mxfp8", target="b200-sxm-180gb")
+    m, count, calls = prog.config.model, prog.config.num_micro_batches, hlo.library_calls(text)
+    blocks = {result: n for (name, result), n in calls.items() if name == "__cudnn$blockScaledDot"}
+    assert sum(blocks.values()) == m.num_layers * 4 * 3 * count
+    flat = [n for (name, result), n in calls.items() if name == MATMUL and result.count(",") == 1]
+    assert sum(flat) == 3 * count, "of the head: forward and two backward"
+    assert not any(name == FP8 for name, _ in calls)
+
+
+@pytest.mark.slow
+def test_layers_outside_of_fp8_cost_no_decision():
+    """The first and the last multiply as without FP8, and no branch is taken on the device."""
+    prog, text = compiled(*SMALL, "model.num_layers=4", "model.first_last_layers_bf16=true")
+    calls = hlo.library_calls(text)
+    assert sum(n for (name, _), n in calls.items() if name == FP8) == (prog.config.model.num_layers - 2) * 4 * 3
+    flat = [n for (name, result), n in calls.items() if name == MATMUL and result.count(",") == 1]
+    assert sum(flat) == 2 * 4 * 3 + 3, "of two layers, and of the head"
+    assert " conditional(" not in text
 
 
 PRODUCTS = [("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")]

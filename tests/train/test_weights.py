@@ -127,10 +127,10 @@ def test_there_and_back_by_the_commands(folder, data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["convert", "{hf}", "{new}"], "{new}: expected the name of a configuration that ends in .yaml"),
+        (["convert", "{hf}", "{new}"], "{new}: expected the name of a configuration, found no .yaml"),
         (["convert", "{hf}", "{old}.yaml"], "{old}.yaml: expected no such file, found one"),
         (["convert", "no-run", "{new}"], "no-run: expected the folder of a run, found no config.yaml in it"),
-        (["eval", "{hf}"], "{hf}: expected --data with an indexed file to evaluate on, found none"),
+        (["eval", "{hf}"], "{hf}: expected an indexed file to evaluate on, found none"),
         (["eval", "{hf}", "--data", "x", "--split", "all"], "--split: expected train, validation, test, found all"),
         (["eval", "{hf}", "--data", "{new}"], "{new}.idx: expected a readable file"),
         (["eval", "{old}.yaml"], "{old}.yaml: expected a run in"),

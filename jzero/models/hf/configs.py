@@ -29,7 +29,9 @@ def from_hf(values: Mapping[str, Any]) -> TransformerConfig:
     """
     name = values.get("model_type")
     if name not in _READ:
-        raise JzeroError(f"config.json: model_type: expected {' or '.join(_READ)}, found {name}")
+        raise JzeroError(
+            f"config.json: model_type: expected {' or '.join(_READ)}, found {name}, which no model here computes"
+        )
     return _CLASSES[name](**_SHAPE[name], **_READ[name](values))
 
 
@@ -70,7 +72,8 @@ def kind(config: TransformerConfig) -> str:
     name = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[name]:
         raise JzeroError(
-            f"Hugging Face has no architecture for this model; {name} is the nearest, but {', '.join(wrong[name])}"
+            f"model: expected what an architecture of Hugging Face's computes, of which {name} is the nearest, found "
+            f"{', '.join(wrong[name])}; train with what is expected"
         )
     return name
 
@@ -102,7 +105,10 @@ def _expect(values: Mapping[str, Any], key: str, *allowed: Any, default: Any = N
     """The value of a key, refused unless it is one of those allowed."""
     found = values.get(key, default)
     if found not in allowed:
-        raise JzeroError(f"config.json: {key}: expected {' or '.join(map(str, allowed))}, found {found}")
+        raise JzeroError(
+            f"config.json: {key}: expected {' or '.join(map(str, allowed))}, found {found}, which no model here "
+            "computes"
+        )
     return found
 
 
@@ -224,7 +230,10 @@ def _from_bert(values: Mapping[str, Any]) -> Keys:
 
 def _to_bert(config: BertConfig) -> Keys:
     if not config.num_tokentypes:
-        raise JzeroError("Hugging Face's bert has kinds of segments: expected model.num_tokentypes above 0, found 0")
+        raise JzeroError(
+            "model.num_tokentypes: expected at least 1, as Hugging Face's bert has kinds of segments, found 0; train "
+            "with 2"
+        )
     return {
         "architectures": ["BertForPreTraining" if config.bert_binary_head else "BertForMaskedLM"],
         "model_type": "bert",

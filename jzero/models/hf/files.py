@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jzero.errors import JzeroError
+from jzero.folders import missing_folders, remove_empty
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -109,9 +110,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise JzeroError(f"{path}: expected a JSON file, found: {error}") from None
+        raise JzeroError(f"{path}: expected a JSON file, found: {error}; copy it again") from None
     if not isinstance(values, dict):
-        raise JzeroError(f"{path}: expected a JSON object, found {type(values).__name__}")
+        raise JzeroError(f"{path}: expected a JSON object, found {type(values).__name__}; copy it again")
     return values
 
 
@@ -137,7 +138,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise JzeroError(f"{path}: expected no such file or folder, found one; give another name, or remove it")
-    missing = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    made = missing_folders(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -145,9 +146,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        remove_empty(made)
         raise
 
 

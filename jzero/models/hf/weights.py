@@ -27,7 +27,13 @@ _MAX_NAMED = 3  # of the tensors that an error names
 
 
 def read_config(folder: str | Path) -> TransformerConfig:
-    """The architecture (`GPTConfig` or `BertConfig`) of the model in a folder of Hugging Face's; float32.
+    """The architecture of the model in a folder of Hugging Face's, with float32 parameters; see `load` for an example.
+
+    Args:
+        folder: with config.json.
+
+    Returns:
+        A `GPTConfig` or a `BertConfig`.
 
     Raises:
         JzeroError: there is no config.json, or it is of a model that does not exist here.
@@ -84,8 +90,12 @@ def load(folder: str | Path, config: TransformerConfig | None = None, like: Tree
 def check(folder: str | Path, config: TransformerConfig) -> None:
     """Looks at the names and shapes of a folder's tensors; reads none.
 
+    Args:
+        folder: with safetensors, in one file or several.
+        config: the model that they should be of.
+
     Raises:
-        JzeroError: they are not those of the model.
+        JzeroError: tensors are missing, left over, or of another shape; names them.
     """
     with Tensors(Path(folder)) as tensors:
         _checked(_table(config), tensors, config)
@@ -117,6 +127,16 @@ def save(
 
     Raises:
         JzeroError: Hugging Face has no such architecture, or there is something at `folder`.
+
+    Example:
+        >>> import tempfile
+        >>> from jzero.models import BertConfig
+        >>> config = BertConfig(vocab_size=64, num_layers=2, hidden_size=32, num_attention_heads=4,
+        ...                     transformer_block_type="post_ln", activation="gelu_exact")
+        >>> folder = Path(tempfile.mkdtemp()) / "model"
+        >>> save(folder, config, functions(config).init(jax.random.key(0)), dtype="bfloat16")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'model.safetensors']
     """
     values, table, sizes = configs.to_hf(config), _table(config), tables.sizes(config)
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x
