@@ -43,7 +43,7 @@ def whole(tmp_path_factory, text_prefix):
     [
         pytest.param(TENSOR, id="tensor"),
         pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.slow),
-        pytest.param(CHUNKS, id="chunks"),
+        pytest.param(CHUNKS, id="chunks", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix, whole):
