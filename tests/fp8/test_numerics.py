@@ -85,7 +85,7 @@ def test_classes_of_inputs(name, kind, dtype):
         wide = x.astype(np.float32)
         nan = np.isnan(wide)
         found = codes(cast(x, name))
-        np.testing.assert_array_equal(found[~nan], oracle.encode(wide, name)[~nan])
+        np.testing.assert_array_equal(found[~nan], oracle.encode(wide[~nan], name))  # NumPy warns of signalling NaNs
         assert np.isnan(found.view(getattr(ml_dtypes, name)).astype(np.float32)[nan]).all()
 
     check()

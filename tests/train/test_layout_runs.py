@@ -38,7 +38,14 @@ def whole(tmp_path_factory, text_prefix):
     return run("whole", 5, ONE, text_prefix, tmp_path_factory.mktemp("whole"))[1]
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, CHUNKS], ids=["tensor", "pipeline", "chunks"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR, id="tensor"),
+        pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.slow),
+        pytest.param(CHUNKS, id="chunks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_over_other_ranks(layout, tmp_path, text_prefix, whole):
     run("moved", 2, layout, text_prefix, tmp_path)
     run("moved", 4, ONE, text_prefix, tmp_path)

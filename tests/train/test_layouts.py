@@ -22,10 +22,10 @@ LAYOUTS = [
     Row(FORWARD, "full", "llama", data=2, tensor=4, sequence=True, micro_batches=2, accumulation="sharded"),
     Row(model="gpt2, dropout", data=2, tensor=4, micro_batches=4),
     Row(FORWARD, model="llama", data=2, replica=2, tensor=2, sequence=True),
-    Row(TWICE, "full", "gpt2, dropout", tensor=4, sequence=True, micro_batches=4),
     Row(model="llama", data=2, tensor=2, sequence=True, micro_batches=2, optimizer="fused_adam"),
 ]
 MORE_LAYOUTS = [
+    Row(TWICE, "full", "gpt2, dropout", tensor=4, sequence=True, micro_batches=4),
     Row(data=4, tensor=2),
     Row(FORWARD, model="gpt2, dropout", data=4, tensor=2, sequence=True),
     Row(TWICE, model="llama", data=2, tensor=4),

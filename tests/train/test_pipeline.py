@@ -105,6 +105,6 @@ def test_memory_does_not_grow_with_micro_batches():
     assert abs(many - few) < 0.01 * few  # what there is: a weight per token, a number per sample, the timetable
 
 
-@pytest.mark.parametrize("mode", ["scaled", "random"])
+@pytest.mark.parametrize("mode", ["scaled", pytest.param("random", marks=pytest.mark.slow)])
 def test_low_precision_follows_fp32_and_stages_keep_alike_what_they_share(mode):
     assert_low_precision_follows_fp32(Row(FORWARD, data=2, pipeline=2, virtual=2, micro_batches=4), mode)

@@ -112,9 +112,14 @@ def test_dropout_masks_do_not_depend_on_mesh_or_micro_batches():
         np.testing.assert_allclose(train(program(conf), 3)[1], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layers", [1, 2])
-def test_few_layers(policy, layers):
+FEW = [(1, "gather_twice"), (2, "gather_on_forward"), (1, "replicated")]
+MORE_FEW = [(2, "gather_twice"), (1, "gather_on_forward"), (2, "replicated")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "policy"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_FEW)]
+)
+def test_few_layers(layers, policy):
     _, expected = reference(config(1, num_layers=layers), 3)
     for count in (1, 4):
         _, found = train(program(config(2, policy, count, num_layers=layers)), 3)
