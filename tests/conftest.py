@@ -8,12 +8,13 @@ it. No compilation cache: see `jzero.train.devices.start_devices`.
 import gc
 import json
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "64")  # a collective holds its thread while it waits: enough for eight devices
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the GPU compiler need not find a driver
-# XLA ends the process at a flag that it does not know: if a later one has dropped these, `XLA_FLAGS= pytest` goes on.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+if version("jaxlib").startswith("0.10."):  # XLA ends the process at a flag that it does not know: later ones may have none
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 import numpy as np
