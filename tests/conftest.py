@@ -13,9 +13,8 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "64")  # a collective holds its thread while it waits: enough for eight devices
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the GPU compiler need not find a driver
-if version("jaxlib").startswith(
-    "0.10."
-):  # later ones may lack a flag, and XLA ends the process at one it does not know
+# XLA ends the process at a flag that it does not know, and later ones may not know these
+if version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
 import jax
