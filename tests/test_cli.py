@@ -196,7 +196,7 @@ def test_generate_does_without_the_kernel_that_the_run_had(trained, tmp_path, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-run"], "no-such-run: expected the folder of a run, found no config.yaml in it"),
+        (["no-such-run"], "no-such-run: expected the folder of a run or of Hugging Face's, or a configuration"),
         (["RUN", "--checkpoint", "7"], "expected a readable checkpoint '7', found only steps [3]"),
         (["RUN", "--temperature", "-1"], "temperature: expected at least 0, found -1.0"),
         (["RUN", "--temperature", "nan"], "temperature: expected a number in 0..2147483647, found nan"),

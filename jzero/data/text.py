@@ -99,7 +99,7 @@ class FileTokenizer:
         if not os.path.isfile(path):
             raise JzeroError(
                 f'tokenizer {path}: expected "bytes" or the path of a tokenizer.json, found no such file; check the '
-                "path"
+                f"path, or make one: jzero data tokenizer --input FILE... --vocab-size N --output {path}"
             )
         try:
             self._backend = Backend.from_file(str(path))

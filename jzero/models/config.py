@@ -174,7 +174,7 @@ def check_split(config: TransformerConfig, tensor: int) -> None:
         ("vocab_size", config.vocab_size),
     ):
         if value % tensor:
-            raise mistake(key, f"a multiple of tensor_model_parallel_size {tensor}", value)
+            raise mistake(key, f"a multiple of tensor_model_parallel_size {tensor}", f"{value}; change one of the two")
 
 
 def mistake(key: str, expected: str, found: object) -> JzeroError:

@@ -132,5 +132,5 @@ def check_layers(layers: int, stages: int, chunks: int | None) -> None:
         total = f" = {stages * chunks}" if chunks else ""
         raise JzeroError(
             f"model.num_layers: {layers} is not divisible by model.pipeline_model_parallel_size {stages}{virtual}"
-            f"{total}; every chunk has as many layers"
+            f"{total}; every chunk has as many layers; change one of them"
         )

@@ -112,7 +112,12 @@ def _config_of(source: Path, overrides: Sequence[str]) -> Config:
         written = lambda value: value if isinstance(value, str) else json.dumps(value)
         own = [f"model.{key}={written(value)}" for key, value in _model_keys(source).items()]
         return load_config(None, ["trainer.precision=32", "generate.tokens=0", *own, *overrides])
-    if source.is_dir() or not source.exists():
+    if not source.exists():
+        raise JzeroError(
+            f"{source}: expected the folder of a run or of Hugging Face's, or a configuration, found nothing there; "
+            "check the path, relative to where you are"
+        )
+    if source.is_dir():
         raise JzeroError(
             f"{source}: expected the folder of a run, found no config.yaml in it; give exp_dir/name of a run, or a "
             "folder of Hugging Face's with config.json"

@@ -35,6 +35,7 @@ MORE_LAYOUTS = [
     Row("replicated", "full", LLAMA, data=2, tensor=2, pipeline=2, sequence=True, optimizer="fused_adam", **FOUR),
     Row("replicated", "selective", GPT2, pipeline=4, micro_batches=2),
     Row(TWICE, "selective", LLAMA, tensor=2, pipeline=4, sequence=True, **FOUR),
+    Row(TWICE, None, LLAMA, data=2, tensor=2, pipeline=2, virtual=2, sequence=True, **FOUR),
     Row("replicated", None, LLAMA, replica=2, tensor=2, pipeline=2, virtual=2, sequence=True, **SHARDED),
 ]
 

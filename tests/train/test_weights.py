@@ -129,7 +129,10 @@ def test_there_and_back_by_the_commands(folder, data, tmp_path, capsys):
     [
         (["convert", "{hf}", "{new}"], "{new}: expected the name of a configuration, found no .yaml"),
         (["convert", "{hf}", "{old}.yaml"], "{old}.yaml: expected no such file, found one"),
-        (["convert", "no-run", "{new}"], "no-run: expected the folder of a run, found no config.yaml in it"),
+        (
+            ["convert", "no-run", "{new}"],
+            "no-run: expected the folder of a run or of Hugging Face's, or a configuration",
+        ),
         (["eval", "{hf}"], "{hf}: expected an indexed file to evaluate on, found none"),
         (["eval", "{hf}", "--data", "x", "--split", "all"], "--split: expected train, validation, test, found all"),
         (["eval", "{hf}", "--data", "{new}"], "{new}.idx: expected a readable file"),
