@@ -74,7 +74,8 @@ def bert_tokens(tokenizer: Any) -> BertTokens:
     special = {*found.values(), *tokenizer.special_ids}
     ordinary = np.array(sorted(set(pieces.values()) - special), np.int32)
     continues = _continues(pieces, tokenizer.vocab_size)
-    return BertTokens(**found, ordinary=ordinary, continues=continues)  # type: ignore[arg-type]  none is missing
+    present = {role: token for role, token in found.items() if token is not None}
+    return BertTokens(**present, ordinary=ordinary, continues=continues)
 
 
 def _continues(pieces: dict[str, int], vocab_size: int) -> np.ndarray | None:
@@ -190,7 +191,7 @@ class BertDataset:
             whole = _shorten(self._read(first, last), room, random)
             return self._sample([whole], random)
         a, b, is_random = self._pair(first, last, room, random)
-        return {**self._sample([a, b], random), "is_random": np.int32(is_random)}  # type: ignore[dict-item]  0-d array
+        return {**self._sample([a, b], random), "is_random": np.array(is_random, np.int32)}
 
     # --- sentences ---------------------------------------------------------------------------------------------------
 

@@ -207,7 +207,7 @@ class Zero:
         scaling = fp8.state_specs(plan, self.fp8_recipe)
         return ZeroState(state_specs(state.master, plan), state_specs(state.inner, plan), plan, *scalars, fp8=scaling)
 
-    @functools.cache  # noqa: B019  one entry per plan
+    @functools.cache  # noqa: B019  one entry per plan, as above
     def abstract(self, plan: Plan) -> ZeroState:
         """The state as `jax.ShapeDtypeStruct`s of global shapes."""
         master = [self.storage.abstract_master(leaf) for leaf in plan.leaves]
@@ -231,7 +231,7 @@ class Zero:
         shapes = [jax.ShapeDtypeStruct(leaf.shard_shape, jnp.float32) for leaf in plan.leaves]
         return jax.eval_shape(self.transformation(plan).init, plan.unflatten(shapes))
 
-    @functools.cache  # noqa: B019  one entry per plan
+    @functools.cache  # noqa: B019  one entry per plan, as above
     def slots(self, plan: Plan) -> list[Slot]:
         """How every array of the inner state is stored, in order."""
         return self.storage.slots(self.abstract_inner(plan), plan)
@@ -292,7 +292,7 @@ class Zero:
             out, after = program(values, dataclasses.replace(state, plan=plan), flat, extra)
         return plan.unflatten(out), dataclasses.replace(after, plan=state.plan)
 
-    @functools.cache  # noqa: B019  one entry per plan and kind of call
+    @functools.cache  # noqa: B019  one entry per plan and kind of call, as above
     def _step_program(
         self,
         plan: Plan,
